@@ -1,0 +1,37 @@
+# `make test` and `make demo` need nothing but Python 3.11 and make: they set up .venv themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+# Some virtual CPUs advertise AMX but fault on it; capping oneDNN's instruction set avoids that.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help test demo check bench docs clean
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
+test: .venv/.ready  ## Set up, then lint, type-check and run the tests
+	$(MAKE) --no-print-directory check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+demo: .venv/.ready  ## Set up, then run the main job
+	$(BIN)/python examples/first_look.py
+
+check: .venv/.ready  ## Lint, formatting, types and layer order
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: .venv/.ready  ## Measure speed; every script prints ratios from one run
+	@for f in benchmarks/[a-z]*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+docs: .venv/.ready  ## Generate docs/equations.md
+	$(BIN)/python -m nestling.equations --write docs/equations.md
+
+clean:  ## Remove the environment and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,92 @@
+"""What every rule is: a pair of pure functions with explicit state, and how to compose them.
+
+A rule turns the gradient that reaches a weight into the direction to step along:
+
+    init(weight) -> state
+    step(write, state, weight, gates) -> (write, state)
+
+`apply` then takes the step, `weight <- retain * weight - rate * write.grad`. The same rules serve
+fast weights (leading dimensions are sequences and heads) and optimizers (leading dimensions are
+same-shaped parameters stacked together), so **a rule treats all dimensions but the last two of a
+matrix as batch**, and its state is a (nested) NamedTuple of tensors that carry the same leading
+dimensions as the weight. Time is not state: the caller's clock hands over `gates.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Gates", "Rule", "State", "Write", "apply", "chain", "identity", "stateless"]
+
+State = Any
+"""A (nested) tuple of tensors; `()` for a rule without state."""
+
+
+class Write(NamedTuple):
+    """What one step brings to a weight.
+
+    `grad` is the loss's gradient (for a linear layer `sum_n delta_n x_n^T`). `x` and `u` are the
+    pairs it came from, where known: the layer's inputs and its write targets `u = -delta`.
+    """
+
+    grad: Tensor  # [..., *weight]
+    x: Tensor | None = None  # [..., n, Di]
+    u: Tensor | None = None  # [..., n, Do]
+
+
+class Gates(NamedTuple):
+    """How strongly to write: rate (eta), retain (alpha), and the clock: `step` counts from 1.
+
+    Tensors must broadcast against the weight.
+    """
+
+    rate: Tensor | float = 1.0
+    retain: Tensor | float = 1.0
+    step: int = 1
+
+
+class Rule(NamedTuple):
+    """A pair of pure functions; see the module's docstring."""
+
+    init: Callable[[Tensor], State]
+    step: Callable[[Write, State, Tensor, Gates], tuple[Write, State]]
+
+
+def apply(
+    rule: Rule, weight: Tensor, write: Write, state: State, gates: Gates
+) -> tuple[Tensor, State]:
+    """One update of a weight: `retain * weight - rate * direction`, the direction by the rule."""
+    write, state = rule.step(write, state, weight, gates)
+    return gates.retain * weight - gates.rate * write.grad, state
+
+
+def chain(*rules: Rule) -> Rule:
+    """Compose rules from left to right: each transforms the write the one before it left."""
+
+    def init(weight: Tensor) -> State:
+        return tuple(rule.init(weight) for rule in rules)
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        after = []
+        for rule, old in zip(rules, state, strict=True):
+            write, new = rule.step(write, old, weight, gates)
+            after.append(new)
+        return write, tuple(after)
+
+    return Rule(init, step)
+
+
+def stateless(transform: Callable[[Tensor], Tensor]) -> Rule:
+    """A rule that only transforms the gradient, such as `torch.sign`."""
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        return write._replace(grad=transform(write.grad)), state
+
+    return Rule(lambda weight: (), step)
+
+
+identity = stateless(lambda grad: grad)
+"""Plain gradient descent as a rule (Eq. 1)."""
