@@ -11,7 +11,7 @@ help:  ## Show this list
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[all]'
 	@touch $@
 
 test: .venv/.ready  ## Set up, then lint, type-check and run the tests

@@ -1,0 +1,59 @@
+"""The package as a user meets it: quick to import, typed, light, and free of clutter."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nestling
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["nestling", "nestling.optim", "nestling.scan"])
+def test_importing_parts_does_not_import_transformers(module):
+    code = f"import {module}, sys; print('transformers' in sys.modules)"
+    assert python(code) == "False"
+
+
+def test_the_language_model_is_found_lazily():
+    code = "import nestling as n; print(n.NestlingForCausalLM.config_class is n.NestlingConfig)"
+    assert python(code) == "True"
+
+
+def test_unknown_names_say_so():
+    with pytest.raises(AttributeError, match="has no attribute 'Hop'"):
+        _ = nestling.Hop
+
+
+def test_core_dependencies_stay_light():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=!~\[]", d)[0] for d in project["dependencies"]}
+    assert names == {"torch", "numpy", "safetensors"}
+    assert {"lm", "eval", "report", "dev", "all"} <= set(project["optional-dependencies"])
+    assert (ROOT / "src/nestling/py.typed").exists()
+
+
+def test_constraints_pin_the_torch_that_ci_tests():
+    pins = (ROOT / "constraints.txt").read_text().split()
+    assert "torch==2.13.0" in pins
+    assert not [p for p in pins if p.startswith(("nvidia", "triton"))]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_no_pickle_and_no_long_files(path):
+    text = path.read_text()
+    assert not re.search(r"^\s*(import|from) pickle|torch\.load\(", text, re.MULTILINE)
+    assert text.count("\n") <= 400, "two ideas in one room?"
