@@ -1,6 +1,7 @@
 # `make test` and `make demo` need nothing but Python 3.11 and make: they set up .venv themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+BENCHMARKS ?= benchmarks/scan.py benchmarks/optim.py benchmarks/models.py
 # Some virtual CPUs advertise AMX but fault on it; capping oneDNN's instruction set avoids that.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
@@ -28,7 +29,7 @@ check: .venv/.ready  ## Lint, formatting, types and layer order
 	$(BIN)/lint-imports --no-cache
 
 bench: .venv/.ready  ## Measure speed; every script prints ratios from one run
-	@for f in benchmarks/[a-z]*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+	@for f in $(BENCHMARKS); do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
 docs: .venv/.ready  ## Generate docs/equations.md
 	$(BIN)/python -m nestling.equations --write docs/equations.md

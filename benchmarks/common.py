@@ -1,0 +1,55 @@
+"""Shared by the benchmarks: interleaved timing, peak memory of a fresh process, and the verdict table.
+
+Absolute times vary by 10% and more on a shared machine; ratios measured in one run, with the arms
+interleaved, are what count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def interleaved(arms: Mapping[str, Callable[[], object]], repeats: int = 7, warmup: int = 2):
+    """Median seconds per call of each arm; the arms take turns, so drift hits all alike."""
+    for _ in range(warmup):
+        for run in arms.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, run in arms.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def verdict(what: str, value: float, target: float, *, at_most: bool) -> bool:
+    """Print one measured ratio beside its target; returns whether it is met."""
+    met = value <= target if at_most else value >= target
+    sign = "<=" if at_most else ">="
+    print(f"{'ok  ' if met else 'MISS'}  {what:<58} {value:7.2f}x   (target {sign} {target:g}x)")
+    return met
+
+
+def peak_mb() -> float:
+    """Peak resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_fresh_process(script: str, *arguments: str) -> dict[str, float]:
+    """Run `script` with arguments in a new process; its last line must be a JSON object."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
