@@ -49,10 +49,15 @@ class Gates(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A pair of pure functions; see the module's docstring."""
+    """A pair of pure functions; see the module's docstring.
+
+    `elementwise` promises that every entry of the weight is treated alone (all state has the
+    weight's shape), so a caller may cut, flatten or join weights: blocks that fit the cache, shards.
+    """
 
     init: Callable[[Tensor], State]
     step: Callable[[Write, State, Tensor, Gates], tuple[Write, State]]
+    elementwise: bool = False
 
 
 def apply(
@@ -76,17 +81,17 @@ def chain(*rules: Rule) -> Rule:
             after.append(new)
         return write, tuple(after)
 
-    return Rule(init, step)
+    return Rule(init, step, all(rule.elementwise for rule in rules))
 
 
-def stateless(transform: Callable[[Tensor], Tensor]) -> Rule:
-    """A rule that only transforms the gradient, such as `torch.sign`."""
+def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) -> Rule:
+    """A rule that only transforms the gradient, such as `torch.sign` (which is elementwise)."""
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         return write._replace(grad=transform(write.grad)), state
 
-    return Rule(lambda weight: (), step)
+    return Rule(lambda weight: (), step, elementwise)
 
 
-identity = stateless(lambda grad: grad)
+identity = stateless(lambda grad: grad, elementwise=True)
 """Plain gradient descent as a rule (Eq. 1)."""
