@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: interleaved timing, peak memory of a fresh process, and the verdict table.
+"""Shared by the benchmarks: interleaved timing, peak memory of a process, and the verdict table.
 
 Absolute times vary by 10% and more on a shared machine; ratios measured in one run, with the arms
 interleaved, are what count.
