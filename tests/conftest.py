@@ -33,3 +33,10 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("needs the real data sets in ../shared/data, which are not part of the package")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many of the paper's equations the suite executes, and which are pending."""
+    from nestling.equations import index, summary
+
+    terminalreporter.write_line(summary(index()))
