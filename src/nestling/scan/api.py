@@ -1,0 +1,79 @@
+"""The public scan: checks its input, picks a back end, returns reads and the end state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, overload
+
+from torch import Tensor
+
+from nestling.scan.checks import MomentumState, Read, Rule
+from nestling.scan.naive import scan_naive
+
+__all__ = ["BACKENDS", "scan"]
+
+S = TypeVar("S", Tensor, MomentumState)
+
+BACKENDS: dict[str, Callable[..., tuple[Tensor | None, Tensor | MomentumState]]] = {
+    "naive": scan_naive,
+}
+"""Back ends by name; each has the signature of `scan_naive`. Register your own by assignment."""
+
+
+@overload
+def scan(
+    state: S, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor, *,
+    rule: Rule = ..., read: Read = ..., chunk: int = ..., momentum: Tensor | None = ...,
+    recompute: bool = ..., check: bool = ..., backend: str | None = ...,
+) -> tuple[Tensor, S]: ...  # fmt: skip
+
+
+@overload
+def scan(
+    state: S, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: None = ..., *,
+    rule: Rule = ..., read: Read = ..., chunk: int = ..., momentum: Tensor | None = ...,
+    recompute: bool = ..., check: bool = ..., backend: str | None = ...,
+) -> tuple[None, S]: ...  # fmt: skip
+
+
+def scan(
+    state: S,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor,
+    retain: Tensor,
+    queries: Tensor | None = None,
+    *,
+    rule: Rule = "dgd",
+    read: Read = "after",
+    chunk: int = 64,
+    momentum: Tensor | None = None,
+    recompute: bool = False,
+    check: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor | None, S]:
+    """Write T pairs `x_t -> u_t` into a matrix memory and read it at every token.
+
+    `rule="dgd"` is the delta rule with retention (Eq. 65, 88),
+    `M_t = M_{t-1} (retain_t I - rate_t x_t x_t^T) + rate_t u_t x_t^T`; `rule="gd"` drops the
+    `x x^T` term (Eq. 5, 15, 64). Reads are `M_t q_t` (`read="after"`) or `M_{t-1} q_t`
+    (`"before"`), None without queries. Reads have the dtype of the queries, the state and all
+    solves the widest dtype of the inputs and at least float32.
+
+    Shapes: state `[..., Do, Di]`, x and queries `[..., T, Di]`, u `[..., T, Do]`, rate, retain and
+    momentum `[..., T]`; the leading dimensions are equal everywhere (nothing is broadcast).
+
+    momentum: gate of a running write (SPEC 10.18); the state is then a `MomentumState`.
+    chunk: tokens solved together; it changes speed, never the result.
+    recompute: save less for the backward pass and compute it again there.
+    check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
+    backend: a name from `BACKENDS`; None picks the fastest that fits.
+    """
+    name = "naive" if backend is None else backend
+    if name not in BACKENDS:
+        words = ", ".join(repr(word) for word in BACKENDS)
+        raise ValueError(f"backend must be None or one of {words}; got {backend!r}")
+    return BACKENDS[name](  # type: ignore[return-value]
+        state, x, u, rate, retain, queries, rule=rule, read=read, chunk=chunk,
+        momentum=momentum, recompute=recompute, check=check,
+    )  # fmt: skip
