@@ -1,0 +1,1 @@
+"""Train: data, loop, exact resume, many processes."""

@@ -1,0 +1,147 @@
+"""From text to batches: every token once, in order, the same for any number of processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from nestling.train.batches import IGNORE, Sequential, Shuffled
+from nestling.train.chronicle import chronicle
+from nestling.train.corpus import Corpus
+from nestling.train.packed import PackedCorpus, prepare
+
+
+class Bytes:
+    """The smallest encoder."""
+
+    vocab_size, eos_token_id = 257, 256
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def fingerprint(self):
+        return "bytes"
+
+
+def pack(tmp_path, *texts, **options):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return prepare([Corpus(source=str(file))], Bytes(), tmp_path / "cache", **options)
+
+
+def test_sources_are_read_alike(tmp_path):
+    (tmp_path / "a.txt").write_text("one<|>two<|>")
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("three")
+    (tmp_path / "c.jsonl").write_text('{"text": "four"}\n\n{"text": "five"}\n')
+    (tmp_path / "ignored.bin").write_bytes(b"\x00")
+    texts = list(Corpus(source=str(tmp_path), separator="<|>"))
+    assert texts == ["one", "two", "three", "four", "five"]
+    assert list(Corpus(source="builtin:3-4")) == [chronicle(3), chronicle(4)]
+
+
+def test_bad_sources_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt: no such file"):
+        list(Corpus(source=str(tmp_path / "nowhere.txt")))
+    with pytest.raises(ValueError, match="no text in this folder"):
+        list(Corpus(source=str(tmp_path)))
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "ok"}\n{"body": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 2: no text field 'text'; has \['body'\]"):
+        list(Corpus(source=str(bad)))
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(ValueError, match=r"no text in .*empty\.txt"):
+        prepare([Corpus(source=str(empty))], Bytes(), tmp_path / "cache")
+    with pytest.raises(ValueError, match="expected builtin"):
+        list(Corpus(source="builtin:x"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_packing_is_exact_and_done_once(tmp_path, workers):
+    texts = ["abc", "", "de" * 500_000, "f"]
+    seen = []
+    packed = pack(tmp_path, *texts, workers=workers, progress=lambda d, t: seen.append((d, t)))
+    full = [t for t in texts if t]
+    assert packed.documents == len(full)
+    for i, text in enumerate(full):
+        ids = packed.tokens[packed.starts[i] : packed.starts[i + 1]]
+        assert bytes(ids[:-1].astype(np.uint8)) == text.encode()
+        assert ids[-1] == 256
+    assert seen[-1] == (3, len(packed.tokens))
+    again = prepare(
+        [Corpus(source=str(tmp_path / "corpus.jsonl"))],
+        Bytes(),
+        tmp_path / "cache",
+        progress=lambda *_: pytest.fail("encoded twice"),
+    )
+    assert again.folder == packed.folder
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [packed.folder.name]
+
+
+def test_a_cut_packed_corpus_is_refused(tmp_path):
+    packed = pack(tmp_path, "abcdef")
+    file = packed.folder / "tokens.bin"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="cut short"):
+        PackedCorpus.open(packed.folder)
+
+
+@pytest.mark.parametrize("cross", [True, False])
+def test_shuffled_windows_cover_an_epoch_once_and_predict_the_next_token(tmp_path, cross):
+    packed = pack(tmp_path, *(chronicle(i, 200) for i in range(6)))
+    batches = Shuffled(packed=packed, rows=4, length=16, cross=cross)
+    steps = batches.windows // 4
+    targets = []
+    for step in range(steps):
+        batch = batches(step)
+        for ids, after, mask in zip(batch.ids, batch.targets, batch.mask, strict=True):
+            n = int(mask.sum())
+            assert torch.equal(ids[1:n], after[: n - 1])
+            assert bool((after[n:] == IGNORE).all())
+            targets += after[:n].tolist()
+        assert cross is False or bool(batch.mask.all())
+    assert len(targets) >= len(packed.tokens) - packed.documents - 4 * 16
+    assert not torch.equal(batches(0).ids, batches(steps + 1).ids)
+
+
+def test_sequential_rows_read_documents_in_order(tmp_path):
+    texts = [chronicle(i, 150 + 60 * i) for i in range(5)]
+    packed = pack(tmp_path, *texts)
+    batches = Sequential(packed=packed, rows=2, length=32, seed=3)
+    for row in range(2):
+        heard: list[list[int]] = []
+        for step in range(batches.steps_per_epoch):
+            batch = batches(step)
+            n = int(batch.mask[row].sum())
+            if batch.fresh[row]:
+                heard.append([int(batch.ids[row, 0])])
+            heard[-1] += batch.targets[row, :n].tolist()
+        whole = [[*t.encode(), 256] for t in texts]
+        assert all(h in whole for h in heard[1:-1])
+        assert any(heard[-1] == w[: len(heard[-1])] for w in whole)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Sequential])
+def test_ranks_share_one_batch(tmp_path, kind):
+    packed = pack(tmp_path, *(chronicle(i, 300) for i in range(4)))
+    batches = kind(packed=packed, rows=4, length=16)
+    for step in (0, 5, 1000):
+        whole = batches(step)
+        parts = [batches(step, rank, 2) for rank in range(2)]
+        for field, name in enumerate(whole._fields):
+            assert torch.equal(torch.cat([p[field] for p in parts]), whole[field]), name
+    with pytest.raises(ValueError, match="4 rows cannot be split over 3"):
+        batches(0, 0, 3)
+
+
+def test_too_small_corpora_are_named(tmp_path):
+    packed = pack(tmp_path, "abc")
+    with pytest.raises(ValueError, match="one window needs 17"):
+        Shuffled(packed=packed, rows=1, length=16)
+    with pytest.raises(ValueError, match="fewer than the 2 rows"):
+        Sequential(packed=packed, rows=2, length=16)
