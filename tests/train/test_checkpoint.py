@@ -1,0 +1,168 @@
+"""Checkpoints come back bit for bit, and broken ones are passed over, never used."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from nestling import files
+from nestling.train import checkpoint as module
+from nestling.train.checkpoint import checkpoints, load_latest, save_checkpoint
+from nestling.train.schedule import SHAPES, Schedule
+from nestling.train.tree import pack, unpack
+
+
+def training_state():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.9, 0.95))
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": dict(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "torch": torch.get_rng_state(),
+        "python": random.Random(3).getstate(),
+        "numpy": np.random.default_rng(0).bit_generator.state,
+        "odd": [1e-300, float("inf"), -0.0, None, True, (1, (2, "ü")), {0: "a", "0": "b"}],
+    }
+
+
+def same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    else:
+        assert a == b
+
+
+def test_states_come_back_bit_for_bit(tmp_path):
+    states = training_state()
+    save_checkpoint(tmp_path, 7, states, {"loss": 1.5})
+    got = load_latest(tmp_path)
+    assert got is not None
+    assert (got.step, got.facts) == (7, {"loss": 1.5})
+    same(got.states, states)
+
+
+def test_what_cannot_be_saved_is_named():
+    with pytest.raises(TypeError, match="cannot save a function"):
+        pack({"a": [lambda: 0]})
+    with pytest.raises(ValueError, match="unknown mark"):
+        unpack({}, {"code": "x"})
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    for step in range(1, 7):
+        save_checkpoint(tmp_path, step, {"w": torch.ones(1) * step}, {}, keep=2, best=2)
+    assert [p.name[-1] for p in checkpoints(tmp_path)] == ["2", "5", "6"]
+    (checkpoints(tmp_path)[-1] / "part.json").write_text("{}")
+    save_checkpoint(tmp_path, 6, {"w": torch.ones(1) * 60}, {}, keep=2, best=2)
+    got = load_latest(tmp_path)
+    assert got is not None
+    assert got.states["w"].item() == 60, "a broken checkpoint of the same step is replaced"
+
+
+def test_broken_checkpoints_are_passed_over_and_named(tmp_path):
+    save_checkpoint(tmp_path, 1, {"w": torch.zeros(40)}, {})
+    save_checkpoint(tmp_path, 2, {"w": torch.ones(40)}, {})
+    newest = checkpoints(tmp_path)[-1]
+    backup = tmp_path / "backup"
+    shutil.copytree(newest, backup)
+    rng = random.Random(0)
+    passed = 0
+    for _ in range(60):
+        path = rng.choice(sorted(newest.iterdir()))
+        data = bytearray(path.read_bytes())
+        if rng.random() < 0.4:
+            data = data[: rng.randrange(len(data))]
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(data))
+        with pytest.warns(UserWarning, match="broken checkpoint") if _broken(newest) else _quiet():
+            got = load_latest(tmp_path)
+        assert got is not None
+        assert torch.equal(got.states["w"], torch.full((40,), float(got.step - 1)))
+        passed += got.step == 1
+        shutil.rmtree(newest)
+        shutil.copytree(backup, newest)
+    assert passed > 50
+
+
+def _broken(path):
+    try:
+        module.load_checkpoint(path)
+    except files.BrokenFileError:
+        return True
+    return False
+
+
+class _quiet:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "rename"])
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, call):
+    failures = 0
+    for nth in range(1, 8):
+        folder = tmp_path / str(nth)
+        save_checkpoint(folder, 1, {"w": torch.zeros(3)}, {})
+        count, real = 0, getattr(files.os, call)
+
+        def failing(*args, nth=nth, real=real):
+            nonlocal count
+            count += 1
+            if count == nth:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files.os, call, failing)
+            said = ""
+            try:
+                save_checkpoint(folder, 2, {"w": torch.ones(3)}, {})
+            except OSError as error:
+                said = str(error)
+        if count >= nth:
+            failures += 1
+            assert "step 2" in said
+            assert "No space left" in said
+        got = load_latest(folder)
+        assert got is not None
+        assert torch.equal(got.states["w"], torch.full((3,), float(got.step - 1)))
+        assert not list(folder.glob(".step-*"))
+    assert failures
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_schedules_warm_up_and_reach_the_floor(shape):
+    schedule = Schedule(steps=100, warmup=10, shape=shape, floor=0.1)
+    rates = [schedule(step) for step in range(101)]
+    assert 0 < rates[0] < rates[5] < rates[10] == 1.0
+    assert rates[100] == pytest.approx(1.0 if shape == "constant" else 0.1)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(rates[10:]))
+
+
+def test_bad_schedules_are_named():
+    with pytest.raises(ValueError, match="shape must be one of"):
+        Schedule(steps=10, shape="cos")
+    with pytest.raises(ValueError, match="0 <= warmup <= steps"):
+        Schedule(steps=10, warmup=11)
