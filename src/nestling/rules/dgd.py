@@ -1,0 +1,171 @@
+"""Delta gradient descent, exact for any input norm and any number of rows (Eq. 54-60, 112-121).
+
+One pair: `W+ = argmin |W x - u|^2 / 2 + |W - W_t|^2 / (2 eta)` with `u = -grad_y L`. Setting the
+gradient to zero gives `W+ (I + eta x x^T) = W_t + eta u x^T`, and Sherman-Morrison turns the inverse
+into a smaller rate, `eta' = eta / (1 + eta |x|^2)`:
+
+    W+ = W_t (I - eta' x x^T) + eta' u x^T
+
+The printed form (Eq. 57, 120) is the case |x| = 1; SPEC.md 10.1. For n rows X [n, Di], U [n, Do] with
+weight c each (c = 1: a sum of losses, c = 1/n: their mean, where U already carries the 1/n),
+
+    W+ = W + eta (U - c X W^T)^T (I_n + c eta X X^T)^{-1} X
+
+and the inverse may equally stand on the other side as `X (I_d + c eta X^T X)^{-1}`: the smaller of
+the two systems is solved.
+
+Erasing. With u = -grad_y L the fixed points are those of `L + |W x|^2 / 2`, not of L: every output
+is pulled to zero, and on a squared error DGD converges to half the target (SPEC.md 10.5). Eq. 59-60
+allow any self-generated target; `erase` interpolates between two of them,
+`u_erase = -grad_y L + (1 - erase) W_t x`: 1 is the paper's, 0 keeps L's own fixed points (the target
+is the present output moved against its gradient) and still solves for all rows together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nestling.rules.core import Gates, Rule, State, Write
+
+__all__ = ["delta_rate", "delta_step", "dgd", "dgd_direction", "dgd_step", "generalised_descent"]
+
+
+def delta_step(
+    weight: Tensor, x: Tensor, u: Tensor, rate: Tensor | float, retain: Tensor | float = 1.0
+) -> Tensor:
+    """The delta rule on one pair: `W (retain I - rate x x^T) + rate u x^T` (Eq. 57, 119-121).
+
+    weight [..., Do, Di], x [..., Di], u [..., Do]; rate and retain are numbers or [...].
+    """
+    rate, retain = _column(rate), _column(retain)
+    read = (weight @ x[..., None])[..., 0]  # [..., Do]
+    write = (u - read)[..., None] * x[..., None, :]  # [..., Do, Di]
+    return retain * weight + rate * write
+
+
+def delta_rate(x: Tensor, rate: Tensor | float) -> Tensor:
+    """The exact rate for any norm of x [..., Di]: `eta / (1 + eta |x|^2)` (Eq. 58, 117-118)."""
+    return rate / (1.0 + rate * x.square().sum(-1))
+
+
+def dgd_step(
+    weight: Tensor, x: Tensor, u: Tensor, rate: Tensor | float, retain: Tensor | float = 1.0
+) -> Tensor:
+    """Exactly `argmin |W x - u|^2 / 2 + |W - retain W_t|^2 / (2 rate)` for one pair (Eq. 56-58, 113)."""
+    return delta_step(_column(retain) * weight, x, u, delta_rate(x, rate))
+
+
+def dgd_direction(
+    weight: Tensor,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor | float,
+    *,
+    row_weight: float = 1.0,
+    erase: float = 1.0,
+) -> Tensor:
+    """`(W_t - W+) / rate` for many rows at once (Eq. 56, 113-116): the exact proximal step.
+
+    weight [..., Do, Di], x [..., n, Di], u [..., n, Do], rate a number or [..., 1, 1]; `row_weight`
+    is c and `erase` the choice of target in the module's docstring.
+    """
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    x, error = x.to(exact), u.to(exact)
+    if erase != 0.0:
+        error = error - (row_weight * erase) * (x @ weight.to(exact).mT)  # [..., n, Do]
+    strength = row_weight * rate
+    rows, inputs = x.shape[-2:]
+    if rows <= inputs:
+        step = error.mT @ _solve(_identity_plus(x @ x.mT, strength), x)
+    else:
+        step = _solve(_identity_plus(x.mT @ x, strength), x.mT @ error).mT
+    return -step.to(weight.dtype)
+
+
+def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
+    """Delta gradient descent as a rule (Eq. 54-58, 112-121): needs `write.x` and `write.u`.
+
+    `mean`: the loss is a mean over the rows, so each row weighs 1/n. `erase`: 1 is the paper's
+    target, 0 keeps the fixed points of the loss; see the module's docstring. Retention stays with
+    the step: it solves `... + |W - retain W_t|^2 / (2 rate)`.
+    """
+    if not 0.0 <= erase <= 1.0:
+        raise ValueError(f"dgd: erase must lie in [0, 1], got {erase}")
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        if write.x is None or write.u is None:
+            raise ValueError(
+                "dgd: the write must carry x (the layer's inputs) and u (minus the gradient at its"
+                " outputs); this one has only a gradient"
+            )
+        row_weight = 1.0 / max(write.x.shape[-2], 1) if mean else 1.0
+        grad = dgd_direction(
+            gates.retain * weight,
+            write.x,
+            write.u,
+            gates.rate,
+            row_weight=row_weight,
+            erase=erase,
+        )
+        return write._replace(grad=grad), state
+
+    return Rule(lambda weight: (), step)
+
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`objective(weight, x, u)`: a number to make small."""
+
+
+def generalised_descent(
+    weight: Tensor,
+    x: Tensor,
+    objective: Objective,
+    retention: Callable[[Tensor, Tensor], Tensor],
+    target: Callable[[Tensor, Tensor], Tensor],
+    *,
+    iterations: int = 100,
+) -> Tensor:
+    """Generalised gradient descent (Definition 5, Eq. 59-60), solved numerically with L-BFGS.
+
+    `argmin_W objective(W, x, u) + retention(W, W_t)` with the self-generated `u = target(W_t, x)`.
+    The reference for every closed form: a dot product with `|W - W_t|^2 / (2 eta)` is gradient
+    descent (Eq. 55), the squared error with it is DGD (Eq. 56).
+    """
+    start = weight.detach()
+    u = target(start, x).detach()
+    new = start.clone().requires_grad_(True)
+    solver = torch.optim.LBFGS(
+        [new],
+        max_iter=iterations,
+        tolerance_grad=1e-12,
+        tolerance_change=1e-16,
+        history_size=50,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        loss = objective(new, x, u) + retention(new, start)
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        solver.step(closure)
+    return new.detach()
+
+
+def _column(gate: Tensor | float) -> Tensor | float:
+    return gate[..., None, None] if isinstance(gate, Tensor) else gate
+
+
+def _identity_plus(gram: Tensor, strength: Tensor | float) -> Tensor:
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return eye + strength * gram
+
+
+def _solve(system: Tensor, right: Tensor) -> Tensor:
+    """`system^{-1} right` for a symmetric positive definite system."""
+    return torch.cholesky_solve(right, torch.linalg.cholesky(system))

@@ -1,0 +1,128 @@
+"""M3, multi-scale momentum Muon: Adam + Muon + a continuum of two momenta (Eq. 75, Algorithm 1).
+
+    fast   M1 <- M1 + beta1 g                each step
+    slow   M2 <- M2 + beta3 sum_chunk g      every `chunk` steps
+           V  <- V + beta2 g^2               each step
+           W  <- W - eta (NS(M1) + a NS(M2)) / (sqrt(V) + eps)
+
+As printed nothing decays: V only grows, and the step depends on the scale of the gradient (gradients
+/ 1000 give steps x 1000). `multiscale_literal` is Algorithm 1 to the letter. `multiscale` is the form
+to use (SPEC.md 10.10): M1, M2 and V are decaying averages, and Adam's part is scale-free in one of
+two ways, named by `second`:
+
+- "update": V averages the square of the orthogonalised update, as in AdaMuon;
+- "gradient": V averages g^2, and the update is divided by `sqrt(V)` relative to its own mean.
+
+The update then gets a fixed root mean square, so that a rate means what it means for AdamW. Scaling
+all gradients by a constant changes nothing.
+
+NS(M2) changes only when M2 does: it is kept in the state, so a step costs one Newton-Schulz, and one
+more every `chunk` steps. The chunk's gradients are one running sum. The clock is `gates.step`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.levels import Level, due
+from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, newton_schulz
+
+__all__ = ["MultiScaleState", "multiscale", "multiscale_literal"]
+
+SECONDS = ("update", "gradient", "none")
+
+
+class MultiScaleState(NamedTuple):
+    """M3's memories, each of the weight's shape."""
+
+    fast: Tensor  # M1
+    slow: Tensor  # M2
+    total: Tensor  # sum of the gradients since M2 last changed
+    slow_out: Tensor  # NS(M2)
+    second: Tensor  # V
+
+
+def multiscale_literal(
+    *,
+    beta1: float = 0.95,
+    beta2: float = 0.95,
+    beta3: float = 0.9,
+    slow_weight: float = 0.1,
+    chunk: int = 100,
+    steps: int = 5,
+    coefficients: Coefficients = QUINTIC,
+    eps: float = 1e-8,
+) -> Rule:
+    """Algorithm 1 as printed (Eq. 75). Nothing decays, and the step depends on the gradient's scale."""
+    Level(name="M3 slow momentum", chunk=chunk)
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        grad = write.grad
+        fast = state.fast + beta1 * grad
+        second = state.second + beta2 * grad.square()
+        out = newton_schulz(fast, steps, coefficients) + slow_weight * state.slow_out
+        slow, total, slow_out = state.slow, state.total + grad, state.slow_out
+        if due(gates.step, chunk):
+            slow, total = slow + beta3 * total, torch.zeros_like(total)
+            slow_out = newton_schulz(slow, steps, coefficients)
+        new = MultiScaleState(fast, slow, total, slow_out, second)
+        return write._replace(grad=out / (second.sqrt() + eps)), new
+
+    return Rule(_init, step)
+
+
+def multiscale(
+    *,
+    beta1: float = 0.95,
+    beta2: float = 0.95,
+    beta3: float = 0.9,
+    slow_weight: float = 0.5,
+    chunk: int = 8,
+    second: str = "update",
+    nesterov: bool = True,
+    steps: int = 5,
+    coefficients: Coefficients = QUINTIC,
+    eps: float = 1e-8,
+    rms: float = 0.2,
+) -> Rule:
+    """M3 with decaying averages and a step that does not depend on the gradient's scale (Eq. 75).
+
+    See the module's docstring; `slow_weight` is Algorithm 1's alpha, `chunk` its f.
+    """
+    Level(name="M3 slow momentum", chunk=chunk)
+    if second not in SECONDS:
+        raise ValueError(f"multiscale: second must be one of {SECONDS}, got {second!r}")
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        grad = write.grad
+        fast = torch.lerp(state.fast, grad, 1.0 - beta1)
+        ahead = torch.lerp(grad, fast, beta1) if nesterov else fast
+        out = newton_schulz(ahead, steps, coefficients) + slow_weight * state.slow_out
+        slow, total, slow_out = state.slow, state.total + grad, state.slow_out
+        if due(gates.step, chunk):
+            slow = torch.lerp(slow, total / chunk, 1.0 - beta3)
+            total = torch.zeros_like(total)
+            slow_out = newton_schulz(slow, steps, coefficients)
+        new_second = state.second
+        if second != "none":
+            source = out if second == "update" else grad
+            new_second = torch.lerp(state.second, source.square(), 1.0 - beta2)
+            root = (new_second / (1.0 - beta2**gates.step)).sqrt()
+            root = root / root.mean((-2, -1), keepdim=True).clamp(min=TINY)
+            out = out / (root + eps)
+        out = out * (rms / _rms(out))
+        return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
+
+    return Rule(_init, step)
+
+
+def _init(weight: Tensor) -> MultiScaleState:
+    return MultiScaleState(*(torch.zeros_like(weight) for _ in range(5)))
+
+
+def _rms(matrix: Tensor) -> Tensor:
+    return matrix.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=TINY)

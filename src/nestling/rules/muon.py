@@ -1,0 +1,104 @@
+"""Muon: momentum whose output is orthogonalised (Eq. 42), and AdaMuon, its adaptive sister.
+
+Both are chains. Newton-Schulz ignores scale, so it does not matter whether the momentum is a sum or
+an average; what fixes the length of the step is the factor for the matrix's shape at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nestling.rules.core import Gates, Rule, State, Write, chain, stateless
+from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, orthogonalise
+
+__all__ = ["SHAPE_SCALES", "adamuon", "muon", "rms_scale", "shape_scale"]
+
+SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "none": lambda rows, columns: 1.0,
+}
+"""Factors for a matrix's shape, by the names torch.optim.Muon gives them."""
+
+
+def muon(
+    *,
+    decay: float = 0.95,
+    nesterov: bool = True,
+    steps: int = 5,
+    coefficients: Coefficients = QUINTIC,
+    scale: str = "original",
+) -> Rule:
+    """Muon (Eq. 42): `NewtonSchulz(m)` of `m = decay m + g`, times a factor for the shape.
+
+    Equal to torch.optim.Muon (which runs in bfloat16) with `adjust_lr_fn=scale`.
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        orthogonalise(steps=steps, coefficients=coefficients),
+        shape_scale(scale),
+    )
+
+
+def adamuon(
+    *,
+    decay: float = 0.95,
+    second_decay: float = 0.95,
+    nesterov: bool = True,
+    sign: bool = True,
+    steps: int = 5,
+    eps: float = 1e-8,
+    rms: float = 0.2,
+) -> Rule:
+    """AdaMuon (Si, Zhang, Shen 2025), a baseline: Muon over the root of its output's second moment.
+
+    The sign of the momentum is orthogonalised (`sign=False`: the momentum itself), divided
+    element-wise by a running root mean square of the result, and brought to a fixed size.
+    """
+    return chain(
+        momentum(decay, nesterov=nesterov),
+        stateless(torch.sign) if sign else stateless(lambda grad: grad),
+        orthogonalise(steps=steps),
+        second_moment(second_decay, eps=eps),
+        rms_scale(rms),
+    )
+
+
+def shape_scale(scale: str = "original") -> Rule:
+    """Multiply by a factor that depends on the matrix's shape; see `SHAPE_SCALES`."""
+    if scale not in SHAPE_SCALES:
+        raise ValueError(f"scale must be one of {sorted(SHAPE_SCALES)}, got {scale!r}")
+    factor = SHAPE_SCALES[scale]
+    return stateless(lambda grad: grad * factor(grad.shape[-2], grad.shape[-1]))
+
+
+def rms_scale(rms: float = 0.2) -> Rule:
+    """Bring each matrix to a given root mean square; 0.2 is about what AdamW's steps have."""
+
+    def transform(grad: Tensor) -> Tensor:
+        size = grad.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=TINY)
+        return grad * (rms / size)
+
+    return stateless(transform)
+
+
+def momentum(decay: float, *, nesterov: bool = False) -> Rule:
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        memory = decay * state + write.grad
+        grad = write.grad + decay * memory if nesterov else memory
+        return write._replace(grad=grad), memory
+
+    return Rule(torch.zeros_like, step, elementwise=True)
+
+
+def second_moment(decay: float, *, eps: float) -> Rule:
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        second = torch.lerp(state, write.grad.square(), 1.0 - decay)
+        grad = write.grad / ((second / (1.0 - decay**gates.step)).sqrt() + eps)
+        return write._replace(grad=grad), second
+
+    return Rule(torch.zeros_like, step, elementwise=True)

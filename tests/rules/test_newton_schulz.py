@@ -1,0 +1,103 @@
+"""Newton-Schulz: the fast form against the naive one, the naive one against the SVD."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nestling.rules.newton_schulz import (
+    CUBIC,
+    QUINTIC,
+    newton_schulz,
+    newton_schulz_naive,
+    orthogonalise,
+)
+
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
+LEADING = st.sampled_from([(), (1,), (3,), (2, 3)])
+
+
+@given(SHAPES, LEADING, st.integers(0, 13), st.sampled_from([CUBIC, QUINTIC]), st.integers(0, 99))
+def test_fast_equals_naive_with_gradients(shape, leading, steps, coefficients, seed):
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(*leading, *shape, dtype=torch.float64, generator=generator)
+    matrix.requires_grad_(True)
+    fast = newton_schulz(matrix, steps, coefficients)
+    naive = newton_schulz_naive(matrix, steps, coefficients)
+    torch.testing.assert_close(fast, naive, rtol=1e-9, atol=1e-9)
+    probe = torch.randn(fast.shape, dtype=torch.float64, generator=generator)
+    (one,) = torch.autograd.grad((fast * probe).sum(), matrix)
+    (two,) = torch.autograd.grad((naive * probe).sum(), matrix)
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+def test_cubic_converges_to_the_polar_factor():
+    matrix = torch.randn(4, 6, 10, dtype=torch.float64)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    torch.testing.assert_close(newton_schulz(matrix, 30, CUBIC), u @ vh)
+
+
+def test_quintic_brings_singular_values_near_one():
+    matrix = torch.randn(40, 60, dtype=torch.float64)
+    values = torch.linalg.svdvals(newton_schulz(matrix))
+    assert values.min() > 0.6
+    assert values.max() < 1.25
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64), (16, 160)])
+@pytest.mark.parametrize("steps", [5, 12])
+@pytest.mark.parametrize("spectrum", ["flat", "steep", "low rank"])
+def test_float32_stays_near_float64(shape, steps, spectrum):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    if spectrum == "steep":
+        matrix = matrix * torch.logspace(0, -6, shape[1], dtype=torch.float64)
+    if spectrum == "low rank":
+        matrix = matrix[:, :3] @ torch.randn(3, shape[1], dtype=torch.float64)
+    matrix = matrix.float().double()
+    coefficients = QUINTIC if steps == 5 else CUBIC
+    exact = newton_schulz_naive(matrix, steps, coefficients)
+    error = (newton_schulz(matrix.float(), steps, coefficients).double() - exact).abs().max()
+    assert error < 2e-4
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e6])
+def test_scale_does_not_matter(scale):
+    matrix = torch.randn(8, 20)
+    torch.testing.assert_close(newton_schulz(matrix * scale), newton_schulz(matrix))
+
+
+def test_zero_and_empty_matrices():
+    zeros = torch.zeros(2, 3, 5)
+    assert torch.equal(newton_schulz(zeros), zeros)
+    mixed = torch.stack([torch.zeros(3, 5), torch.randn(3, 5)])
+    assert torch.equal(newton_schulz(mixed)[0], torch.zeros(3, 5))
+    assert newton_schulz(torch.zeros(0, 3, 5)).shape == (0, 3, 5)
+    assert newton_schulz(torch.zeros(2, 0, 5)).shape == (2, 0, 5)
+
+
+def test_half_precision_is_computed_in_float32():
+    matrix = torch.randn(8, 20).bfloat16()
+    out = newton_schulz(matrix)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, newton_schulz(matrix.float()).bfloat16(), rtol=0, atol=0)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        newton_schulz(torch.randn(3))
+    with pytest.raises(TypeError, match="int64"):
+        newton_schulz(torch.ones(3, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="steps"):
+        newton_schulz(torch.randn(3, 3), -1)
+
+
+def test_as_a_rule():
+    from nestling.rules import Gates, Write
+
+    grad = torch.randn(3, 5)
+    rule = orthogonalise(steps=3, coefficients=CUBIC)
+    write, state = rule.step(Write(grad), rule.init(grad), grad, Gates())
+    assert state == ()
+    assert torch.equal(write.grad, newton_schulz(grad, 3, CUBIC))
