@@ -1,0 +1,155 @@
+"""Self-modifying Titans token by token, as Eq. 83-88 read: the reference for the fast scan.
+
+One sequence and head is one item of the batch `b`; see `scan.self_modifying_types` for the rest of
+the legend. `step` is the model: everything is taken at the weights `at`, which are the current ones
+in Eq. 83-88 and those at the start of each memory's chunk in Eq. 90.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, restart, unit
+
+__all__ = ["answer", "errors", "gates", "learn", "project", "scan_naive", "step"]
+
+
+def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
+    """What memory number `slot` says to `x` [b, d]: `W x`, or `x + W1 silu(W2 x)` (Eq. 89, 91)."""
+    z = torch.einsum("bij,bj->bi", weights.first[:, slot], x)
+    if weights.second is None:
+        return z
+    return x + torch.einsum("bij,bj->bi", weights.second[:, slot], silu(z))
+
+
+def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
+    """k, v or q of one token: `M_name(x)` normalised (Eq. 79, 84), or the static projection."""
+    slot = rule.slot(name)
+    if slot is not None:
+        return unit(answer(at, slot, token.x))
+    static: Tensor | None = getattr(token, name)
+    if static is None:
+        raise ValueError(f"{name} is no memory of this rule, so Inputs.{name} must be given")
+    return static
+
+
+def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
+    """Rate and retention [b] of one token: `M_eta(x)`, `M_alpha(x)` (Eq. 80, 85), read out and
+    bounded (SPEC 10.7)."""
+    raw = []
+    for i, name in enumerate(("eta", "alpha")):
+        slot = rule.slot(name)
+        seen = token.x if slot is None else answer(at, slot, token.x)
+        raw.append((token.readout[:, i] * seen).sum(-1) + token.bias[:, i])
+    retain = rule.retain_max * torch.sigmoid(raw[1])
+    rate = retain * rule.rate_max * torch.sigmoid(raw[0])
+    if token.valid is not None:
+        rate = torch.where(token.valid, rate, 0.0)
+        retain = torch.where(token.valid, retain, 1.0)
+    return rate, retain
+
+
+def errors(
+    rule: SelfRule, at: Weights, slot: int, k: Tensor, v: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Input and clipped error signal of every layer of one memory, for the pair `k -> vhat`.
+
+    `vhat = M(v)` is the memory's own (Eq. 86-87), or `v` for all (Eq. 81). The error is minus the
+    objective's gradient at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
+    `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (SPEC 10.6).
+    """
+    target = unit(answer(at, slot, v)) if rule.own_values else v
+    error = target if rule.objective == "dot" else target - answer(at, slot, k)
+    error = clip(error, rule.clip)
+    if at.second is None:
+        return [(k, error)]
+    z = torch.einsum("bij,bj->bi", at.first[:, slot], k)
+    s = torch.sigmoid(z)
+    inner = torch.einsum("bij,bi->bj", at.second[:, slot], error) * (s * (1 + z * (1 - s)))
+    return [(k, clip(inner, rule.clip)), (clip(silu(z), 1.0), error)]
+
+
+def learn(
+    rule: SelfRule,
+    weight: Tensor,
+    moved: Tensor | None,
+    pair: tuple[Tensor, Tensor],
+    rate: Tensor,
+    retain: Tensor,
+    token: Inputs,
+) -> tuple[Tensor, Tensor | None]:
+    """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 82, 88).
+
+    With momentum the write goes through `Z <- theta Z + eta u x^T` (SPEC 10.18); without `erase`
+    the `x x^T` term is dropped.
+    """
+    x, u = pair  # [b, j], [b, i]
+    eta, alpha = rate[:, None, None], retain[:, None, None]
+    write = eta * u[:, :, None] * x[:, None, :]
+    if moved is not None and token.theta is not None:
+        going = token.theta[:, None, None] * moved + write
+        real = torch.ones_like(rate, dtype=torch.bool) if token.valid is None else token.valid
+        moved = torch.where(real[:, None, None], going, moved)
+        write = real[:, None, None] * moved
+    kept = alpha * weight
+    if rule.erase:
+        kept = kept - eta * torch.einsum("bij,bj->bi", weight, x)[:, :, None] * x[:, None, :]
+    return kept + write, moved
+
+
+def step(rule: SelfRule, weights: Weights, at: Weights, token: Inputs) -> tuple[Tensor, Weights]:
+    """One token (Eq. 83-88, or 90 when `at` is the start of the chunk): its read, and the weights
+    after it. With `adaptive=()` it is Eq. 76-78, with shared values Eq. 79-82."""
+    q = project(rule, at, "q", token)
+    y = answer(at if rule.read_start else weights, 0, q)
+    k, v = project(rule, at, "k", token), project(rule, at, "v", token)
+    rate, retain = gates(rule, at, token)
+    layers = [part for part in (weights.first, weights.second) if part is not None]
+    new: list[list[Tensor]] = [[] for _ in layers]
+    new_moved: list[list[Tensor]] = [[] for _ in layers]
+    for slot in range(len(rule.names)):
+        for i, pair in enumerate(errors(rule, at, slot, k, v)):
+            moved = None if weights.moved is None else weights.moved[i][:, slot]
+            weight, moved = learn(rule, layers[i][:, slot], moved, pair, rate, retain, token)
+            new[i].append(weight)
+            if moved is not None:
+                new_moved[i].append(moved)
+    stacked = [torch.stack(part, 1) for part in new]
+    moving = tuple(torch.stack(part, 1) for part in new_moved if part) or None
+    return y, Weights(stacked[0], stacked[1] if len(stacked) > 1 else None, moving)
+
+
+def scan_naive(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """All tokens in turn: reads [b, T, d], the running weights, and those where the chunk starts.
+
+    `position` [b] counts the tokens each item has seen; a memory's chunk starts when it is a
+    multiple of the chunk. With chunks of 1 this is Eq. 83-88 to the letter, otherwise Eq. 90.
+    """
+    reads = []
+    for t in range(inputs.x.shape[1]):
+        token = _token(inputs, t)
+        start = restart(rule, weights, start, position)
+        y, weights = step(rule, weights, start, token)
+        reads.append(y)
+        position = position + (1 if token.valid is None else token.valid.long())
+    return torch.stack(reads, 1), weights, restart(rule, weights, start, position)
+
+
+def _token(inputs: Inputs, t: int) -> Inputs:
+    def pick(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part[:, t]
+
+    return Inputs(
+        x=inputs.x[:, t],
+        readout=inputs.readout,
+        bias=inputs.bias,
+        k=pick(inputs.k),
+        v=pick(inputs.v),
+        q=pick(inputs.q),
+        theta=pick(inputs.theta),
+        valid=pick(inputs.valid),
+    )

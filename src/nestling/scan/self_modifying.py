@@ -1,0 +1,110 @@
+"""The self-modifying scan: all tokens of a call, cut into segments at absolute chunk boundaries.
+
+Three ways to the same result. `scan_self_modifying` with one position for all items runs segments
+of equal length; a matrix memory without momentum takes the hand-written backward
+(`self_modifying_backward`), everything else recomputes each segment in the backward pass. Items at
+different positions are re-cut so that each item's own boundaries fall between segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nestling.scan.self_modifying_segment import segment
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
+
+__all__ = ["scan_self_modifying"]
+
+
+def scan_self_modifying(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """Reads [b, T, d], the running weights after the last token, and where their chunks start.
+
+    Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
+    all items or [b]; `start` the weights at the last multiple of each memory's chunk.
+    """
+    if isinstance(position, Tensor):
+        return _scan_apart(rule, inputs, weights, start, position)
+    return _scan_together(rule, inputs, weights, start, position)
+
+
+def _run(rule: SelfRule, part: Inputs, weights: Weights, start: Weights) -> tuple[Tensor, Weights]:
+    """One segment; in training only its ends are kept and the inside is computed again."""
+    if not torch.is_grad_enabled():
+        return segment(rule, part, weights, start)
+    result: Any = checkpoint(
+        segment, rule, part, weights, start, use_reentrant=False, preserve_rng_state=False
+    )
+    return result
+
+
+def _scan_together(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int
+) -> tuple[Tensor, Weights, Weights]:
+    reads = []
+    size, total = rule.segment, inputs.x.shape[1]
+    where = torch.full_like(inputs.bias[:, 0], position, dtype=torch.int64)
+    done = 0
+    while done < total:
+        step = min(size - (position + done) % size, total - done)
+        part = take(inputs, slice(done, done + step))
+        start = restart(rule, weights, start, where)
+        y, weights = _run(rule, part, weights, start)
+        reads.append(y)
+        done += step
+        where = where + (step if part.valid is None else part.valid.sum(1))
+    return torch.cat(reads, 1), weights, restart(rule, weights, start, where)
+
+
+def _scan_apart(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """Items at different positions: token j of item b goes to the segment of its own chunk."""
+    b, total, _ = inputs.x.shape
+    size = rule.segment
+    valid = inputs.valid
+    if valid is None:
+        valid = inputs.x.new_ones(b, total, dtype=torch.bool)
+    count = valid.sum(1)
+    offset = position % size
+    pieces = int((offset + count - 1).div(size, rounding_mode="floor").max()) + 1
+    width = size if pieces > 1 else int(count.max())
+    spread = offset.unsqueeze(1) + torch.arange(total, device=position.device)
+    # Inside a segment tokens stand at the front; only the first segment may begin in mid-chunk.
+    first = spread < size
+    place = torch.where(first, spread - offset.unsqueeze(1), spread)  # [b, T] in the cut layout
+    place = torch.where(first, place, (spread // size) * width + spread % size)
+    place = place.masked_fill(~valid, pieces * width)  # padding goes behind the end
+    layout = _lay_out(inputs._replace(valid=valid), place, pieces * width)
+    reads = []
+    for i in range(pieces):
+        part = take(layout, slice(i * width, (i + 1) * width))
+        start = restart(rule, weights, start, position)
+        y, weights = _run(rule, part, weights, start)
+        reads.append(y)
+        position = position + (0 if part.valid is None else part.valid.sum(1))
+    y = torch.cat(reads, 1)
+    back = place.clamp_max(pieces * width - 1).unsqueeze(-1).expand(-1, -1, y.shape[-1])
+    return y.gather(1, back), weights, restart(rule, weights, start, position)
+
+
+def _lay_out(inputs: Inputs, place: Tensor, size: int) -> Inputs:
+    """Move token j of item b to `place[b, j]`; what is sent to `size` is dropped."""
+
+    def move(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        index = place if part.dim() == 2 else place.unsqueeze(-1).expand_as(part)
+        room = part.new_zeros(part.shape[0], size + 1, *part.shape[2:])
+        return room.scatter(1, index, part)[:, :size]
+
+    x = move(inputs.x)
+    if x is None:
+        raise AssertionError("unreachable: x is a tensor")
+    k, v, q, theta, valid = (move(part) for part in inputs[3:])
+    return Inputs(x, inputs.readout, inputs.bias, k, v, q, theta, valid)

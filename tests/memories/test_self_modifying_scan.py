@@ -1,0 +1,127 @@
+"""The fast self-modifying scan equals the token-by-token reference, in values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nestling.memories.self_modifying_naive import scan_naive
+from nestling.scan.self_modifying import scan_self_modifying
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
+
+B, D, F = 3, 4, 5
+
+
+def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False):
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, scale=1.0):
+        return scale * torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    n = len(rule.names)
+    first = draw(B, n, F if deep else D, D, scale=0.7)
+    second = draw(B, n, D, F, scale=0.7) if deep else None
+    moved = None
+    if momentum:
+        moved = (0.1 * draw(*first.shape),) + ((0.1 * draw(*second.shape),) if deep else ())
+    given = {
+        name: None if name in rule.adaptive else unit(draw(B, tokens, D))
+        for name in ("k", "v", "q")
+    }
+    mask = None
+    if valid:
+        mask = (
+            torch.arange(tokens) < torch.tensor([tokens, max(tokens - 3, 0), tokens // 2])[:, None]
+        )
+    inputs = Inputs(
+        draw(B, tokens, D),
+        draw(B, 2, D, scale=0.5),
+        torch.tensor([[0.0, 2.0]], dtype=torch.float64).expand(B, 2).clone(),
+        **given,
+        theta=torch.sigmoid(draw(B, tokens)) if momentum else None,
+        valid=mask,
+    )
+    start = Weights(first + 0.1 * draw(*first.shape), None if second is None else second * 0.9)
+    return inputs, Weights(first, second, moved), start
+
+
+def leaves(*trees):
+    out = []
+    for tree in trees:
+        for part in tree:
+            if isinstance(part, tuple):
+                out += leaves(part)
+            elif part is not None and part.is_floating_point():
+                out.append(part)
+    return out
+
+
+def compare(rule, tokens, position, **options):
+    """Outputs, both end states, and gradients of everything that goes in."""
+    grads, results = [], []
+    mine = position if isinstance(position, int) else torch.tensor(position)
+    naive = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
+    for function, where in ((scan_naive, naive), (scan_self_modifying, mine)):
+        inputs, weights, start = case(rule, tokens, **options)
+        params = leaves(inputs, weights, start)
+        for p in params:
+            p.requires_grad_(True)
+        y, w, s = function(rule, inputs, weights, start, where)
+        if inputs.valid is not None:
+            y = y * inputs.valid.unsqueeze(-1)
+        out = [y, *leaves(w, s)]
+        g = torch.Generator().manual_seed(7)
+        loss = sum((o * torch.randn(o.shape, generator=g, dtype=o.dtype)).sum() for o in out)
+        grads.append(torch.autograd.grad(loss, params, allow_unused=True))
+        results.append(out)
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    for a, b in zip(*grads, strict=True):
+        a = torch.zeros(()) if a is None else a
+        b = torch.zeros(()) if b is None else b
+        torch.testing.assert_close(a, b.expand_as(a), rtol=1e-8, atol=1e-9, check_dtype=False)
+
+
+ALL = ("k", "v", "eta", "alpha")
+RULES = {
+    "stage 1": SelfRule(adaptive=(), own_values=False, objective="l2", chunk=4, chunk_others=4),
+    "stage 2": SelfRule(own_values=False, chunk=4, chunk_others=4),
+    "stage 3": SelfRule(chunk=4, chunk_others=4),
+    "l2": SelfRule(objective="l2", chunk=4, chunk_others=4, clip=0.5),
+    "adaptive q": SelfRule(adaptive=(*ALL, "q"), chunk=4, chunk_others=4),
+    "some static": SelfRule(adaptive=("v", "alpha"), objective="l2", chunk=4, chunk_others=4),
+    "no erase": SelfRule(erase=False, objective="l2", chunk=4, chunk_others=4),
+    "negative": SelfRule(rate_max=2.0, chunk=4, chunk_others=4),
+    "slow others": SelfRule(chunk=2, chunk_others=6, objective="l2"),
+    "slow memory": SelfRule(chunk=6, chunk_others=3),
+    "read at start": SelfRule(chunk=4, chunk_others=4, read_start=True),
+    "token by token": SelfRule(chunk=1, chunk_others=1, objective="l2"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_matrix_memories(name):
+    for tokens, position in ((11, 0), (5, 3), (1, 6)):
+        compare(RULES[name], tokens, position)
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3", "l2", "no erase", "slow others"])
+def test_two_layer_memories(name):
+    for tokens, position in ((9, 0), (5, 3)):
+        compare(RULES[name], tokens, position, deep=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "deep"), list(itertools.product(["stage 3", "l2", "no erase"], [0, 1]))
+)
+def test_momentum(name, deep):
+    compare(RULES[name], 9, 3, momentum=True, deep=bool(deep))
+
+
+@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}])
+def test_padding_and_different_positions(options):
+    for name in ("l2", "slow others", "slow memory"):
+        compare(RULES[name], 9, 2, valid=True, **options)
+        compare(RULES[name], 9, [0, 3, 11], valid=True, **options)
+        compare(RULES[name], 10, [5, 3, 0], **options)
+        compare(RULES[name], 1, [5, 3, 0], **options)
