@@ -1,0 +1,165 @@
+"""Well-known optimizers as compositions of rules, in a line each; equal to those torch has.
+
+The rate is the caller's (`gates.rate`), weight decay is a rule: before the others it is part of the
+gradient (L2), after them it is decoupled.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nestling.rules.adagrad import adagrad
+from nestling.rules.adam import Moments, adam, affine, averaged, second_moment
+from nestling.rules.core import Gates, Rule, State, Write, chain, identity, stateless
+from nestling.rules.momentum import MomentumState, accumulate, momentum
+
+__all__ = [
+    "adagrad_torch",
+    "adamw",
+    "amsgrad",
+    "lion",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "sgd",
+    "signsgd",
+    "signum",
+    "weight_decay",
+]
+
+
+def weight_decay(strength: float) -> Rule:
+    """Add `strength * weight` to the direction."""
+    if strength == 0.0:
+        return identity
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        return write._replace(grad=torch.add(write.grad, weight, alpha=strength)), state
+
+    return Rule(lambda weight: (), step, elementwise=True)
+
+
+def sgd(
+    decay: float = 0.0, *, dampening: float = 0.0, nesterov: bool = False, l2: float = 0.0
+) -> Rule:
+    """torch.optim.SGD; `decay` is its momentum, `l2` its weight decay."""
+    follow = momentum(decay, dampening=dampening, nesterov=nesterov) if decay else identity
+    return chain(weight_decay(l2), follow)
+
+
+def adamw(
+    beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8, decay: float = 0.01
+) -> Rule:
+    """torch.optim.AdamW."""
+    return chain(adam(beta1, beta2, eps=eps), weight_decay(decay))
+
+
+def rmsprop(
+    decay: float = 0.99, *, eps: float = 1e-8, centered: bool = False, follow: float = 0.0
+) -> Rule:
+    """torch.optim.RMSprop; `follow` is its momentum."""
+    scale = second_moment(decay, eps=eps, centered=centered, debias=False)
+    return chain(scale, momentum(follow)) if follow else scale
+
+
+def adagrad_torch(*, eps: float = 1e-10, start: float = 0.0, rate_decay: float = 0.0) -> Rule:
+    """torch.optim.Adagrad, whose rate falls as `1 / (1 + (step - 1) rate_decay)`."""
+    return chain(adagrad(eps=eps, start=start), inverse_time(rate_decay))
+
+
+def inverse_time(strength: float) -> Rule:
+    """Steps that shrink as `1 / (1 + (step - 1) strength)`."""
+
+    if strength == 0.0:
+        return identity
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        return write._replace(grad=write.grad / (1.0 + (gates.step - 1) * strength)), state
+
+    return Rule(lambda weight: (), step, elementwise=True)
+
+
+signsgd = stateless(torch.sign, elementwise=True)
+"""Only the sign of the gradient."""
+
+
+def signum(decay: float = 0.9) -> Rule:
+    """Only the sign of the momentum."""
+    return chain(momentum(decay), signsgd)
+
+
+def lion(beta1: float = 0.9, beta2: float = 0.99, *, decay: float = 0.0) -> Rule:
+    """Lion (Chen et al. 2023): the sign of an average kept with beta2, read with beta1."""
+    return chain(two_rates(beta1, beta2), signsgd, weight_decay(decay))
+
+
+def two_rates(beta1: float, beta2: float) -> Rule:
+    """A moving average kept with beta2 and read with beta1."""
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        read = accumulate(state.memory, write.grad, retain=beta1, rate=1.0 - beta1)
+        memory = accumulate(state.memory, write.grad, retain=beta2, rate=1.0 - beta2)
+        return write._replace(grad=read), MomentumState(memory)
+
+    return Rule(lambda weight: MomentumState(torch.zeros_like(weight)), step, elementwise=True)
+
+
+def amsgrad(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
+    """torch.optim.Adam(amsgrad=True): divide by the largest mean square so far."""
+    inner = averaged(beta1, beta2, lambda past, grad, step: past.first)
+
+    def init(weight: Tensor) -> State:
+        return (inner.init(weight), torch.zeros_like(weight))
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        write, past = inner.step(write, state[0], weight, gates)
+        largest = torch.maximum(state[1], past.second)
+        bias1, bias2 = 1.0 - beta1**gates.step, math.sqrt(1.0 - beta2**gates.step)
+        grad = write.grad / affine(largest.sqrt(), bias1 / bias2, bias1 * eps)
+        return write._replace(grad=grad), (past, largest)
+
+    return Rule(init, step, elementwise=True)
+
+
+def nadam(
+    beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8, warm: float = 4e-3
+) -> Rule:
+    """torch.optim.NAdam: Adam with Nesterov's look ahead; `warm` is its `momentum_decay`."""
+
+    def direction(past: Moments, grad: Tensor, step: int) -> Tensor:
+        mean, ahead = _nadam_decay(beta1, warm, step), _nadam_decay(beta1, warm, step + 1)
+        product = _nadam_product(beta1, warm, step)
+        now, then = (1.0 - mean) / (1.0 - product), ahead / (1.0 - product * ahead)
+        size = affine(past.second.sqrt(), 1.0 / math.sqrt(1.0 - beta2**step), eps)
+        return accumulate(past.first, grad, retain=then, rate=now) / size
+
+    return averaged(beta1, beta2, direction)
+
+
+def _nadam_decay(beta1: float, warm: float, step: int) -> float:
+    return beta1 * (1.0 - 0.5 * 0.96 ** (step * warm))
+
+
+@lru_cache(maxsize=64)
+def _nadam_product(beta1: float, warm: float, step: int) -> float:
+    return math.prod(_nadam_decay(beta1, warm, s) for s in range(1, step + 1))
+
+
+def radam(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
+    """torch.optim.RAdam: Adam once its second moment can be trusted, momentum before."""
+    most = 2.0 / (1.0 - beta2) - 1.0
+
+    def direction(past: Moments, grad: Tensor, step: int) -> Tensor:
+        bias1, bias2 = 1.0 - beta1**step, 1.0 - beta2**step
+        length = most - 2.0 * step * beta2**step / bias2
+        if length <= 5.0:
+            return past.first / bias1
+        trust = (length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length)
+        scale = bias1 / math.sqrt(bias2 * trust)
+        return past.first / affine(past.second.sqrt(), scale, scale * eps)
+
+    return averaged(beta1, beta2, direction)

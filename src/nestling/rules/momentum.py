@@ -1,0 +1,155 @@
+"""Momentum: a memory of past gradients that the weight follows (Eq. 10-13, 32-37, 46-47).
+
+`accumulate` is the one function behind every momentum, moving average and decaying memory of the
+package. The paper keeps the rate inside the memory, `m = alpha m - eta g; W = W + m`; the rule
+keeps it outside, `m = alpha m + g; W = W - eta m`, as torch does. With a constant rate they agree.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.objectives import Matrix, Objective
+from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.gd import argmin, pairs, proximity
+
+__all__ = [
+    "MomentumState",
+    "accumulate",
+    "generalised_momentum",
+    "generalised_momentum_proximal",
+    "generalised_momentum_step",
+    "momentum",
+    "momentum_layer_proximal",
+    "momentum_proximal",
+    "momentum_step",
+]
+
+
+class MomentumState(NamedTuple):
+    """The memory of past gradients, of the weight's shape."""
+
+    memory: Tensor
+
+
+def accumulate(
+    memory: Tensor, new: Tensor, *, retain: float | Tensor, rate: float | Tensor
+) -> Tensor:
+    """`retain memory + rate new` (Eq. 11, 33), in one pass over memory where it can be had.
+
+    With `retain + rate = 1` it is a moving average.
+    """
+    if isinstance(retain, Tensor) or isinstance(rate, Tensor):
+        return retain * memory + rate * new
+    if retain == 1.0:
+        return torch.add(memory, new, alpha=rate)
+    if rate == 1.0:
+        return torch.add(new, memory, alpha=retain)
+    if retain + rate == 1.0:
+        return torch.lerp(memory, new, rate)
+    return torch.add(retain * memory, new, alpha=rate)
+
+
+def momentum_step(
+    weight: Tensor, memory: Tensor, grad: Tensor, *, retain: float = 1.0, rate: float
+) -> tuple[Tensor, Tensor]:
+    """`m = alpha m - eta g`, then `W + m` (Eq. 32-33), with alpha = 1 Eq. 10-11: weight and memory.
+
+    Eq. 10-11 store the opposite sign, `W - m` and `m + eta g`: the same system.
+    """
+    memory = accumulate(memory, grad, retain=retain, rate=-rate)
+    return weight + memory, memory
+
+
+def momentum_proximal(
+    weight: Tensor, memory: Tensor, grad: Tensor, *, rate: float
+) -> tuple[Tensor, Tensor]:
+    """`m = argmin -<m, g> + |m - m_t|^2 / (2 eta)`, then `W - m` (Eq. 12-13), solved.
+
+    Two levels: the weight follows a memory, which is trained on the gradients.
+    """
+    memory = argmin(lambda m: -(m * grad).sum() + proximity(m, memory, rate), memory)
+    return weight - memory, memory
+
+
+def momentum_layer_proximal(
+    memory: Tensor, x: Tensor, surprise: Tensor, *, retain: float, rate: float
+) -> Tensor:
+    """`argmin <m x, delta> + |m - alpha m_t|^2 / (2 eta)` (Eq. 34), solved: x -> -delta."""
+    near = retain * memory
+    return argmin(lambda m: (x @ m.mT * surprise).sum() + proximity(m, near, rate), memory)
+
+
+def momentum(decay: float = 0.9, *, dampening: float = 0.0, nesterov: bool = False) -> Rule:
+    """`m = decay m + (1 - dampening) g`, followed by the weight (Eq. 10-11, 32-33).
+
+    As in torch, the first gradient is taken whole. Nesterov looks ahead: `g + decay m`.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"momentum: decay must lie in [0, 1], got {decay!r}")
+    if nesterov and dampening:
+        raise ValueError(f"momentum: nesterov needs dampening 0, got {dampening!r}")
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        rate = 1.0 if gates.step == 1 else 1.0 - dampening
+        memory = accumulate(state.memory, write.grad, retain=decay, rate=rate)
+        grad = torch.add(write.grad, memory, alpha=decay) if nesterov else memory
+        return write._replace(grad=grad), MomentumState(memory)
+
+    return Rule(_init, step, elementwise=True)
+
+
+def generalised_momentum_step(
+    weight: Tensor,
+    memory: Tensor,
+    x: Tensor,
+    u: Tensor,
+    objective: Objective,
+    *,
+    retain: float,
+    rate: float,
+) -> tuple[Tensor, Tensor]:
+    """`m = alpha m - eta grad L~(m; x, u)`, then `W + m` (Eq. 35, 37): weight and memory.
+
+    The memory maps a layer's inputs x to its write targets `u = -delta` under any objective; with
+    the dot product this is Eq. 32-33.
+    """
+    (grad,) = objective.gradient(Matrix(memory), x, u)
+    memory = accumulate(memory, grad, retain=retain, rate=-rate)
+    return weight + memory, memory
+
+
+def generalised_momentum_proximal(
+    memory: Tensor, x: Tensor, u: Tensor, objective: Objective, *, retain: float, rate: float
+) -> Tensor:
+    """`argmin L~(m; x, u) + |m - alpha m_t|^2 / (2 eta)` (Eq. 36), solved for convex objectives."""
+    near = retain * memory
+
+    def loss(m: Tensor) -> Tensor:
+        return objective.loss(Matrix(m), x, u).sum() + proximity(m, near, rate)
+
+    return argmin(loss, memory)
+
+
+def generalised_momentum(objective: Objective, *, decay: float = 0.9, rate: float = 1.0) -> Rule:
+    """Momentum that learns a layer's inputs -> write targets by any objective (Eq. 35-37).
+
+    Needs the pairs `x` and `u` of the write. `rate` is the memory's own; for `l2` keep it below
+    2 / |x|^2 (or use the exact form, delta momentum).
+    """
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        x, u = pairs(write, "generalised_momentum")
+        _, memory = generalised_momentum_step(
+            weight, state.memory, x, u, objective, retain=decay, rate=rate
+        )
+        return write._replace(grad=-memory), MomentumState(memory)
+
+    return Rule(_init, step)
+
+
+def _init(weight: Tensor) -> MomentumState:
+    return MomentumState(torch.zeros_like(weight))
