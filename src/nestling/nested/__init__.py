@@ -1,0 +1,47 @@
+"""Nested systems: run them (Eq. 19-28, 98-99), transfer knowledge between levels, see them."""
+
+from nestling.nested.problem import Problem, View
+from nestling.nested.solve import (
+    Solver,
+    descend,
+    minimise,
+    proximal_step,
+    remember,
+    solution,
+)
+from nestling.nested.system import NestedSystem, SystemState, Tick, Update
+from nestling.nested.transfer import (
+    Parameters,
+    Start,
+    Transfer,
+    backpropagation,
+    context_generation,
+    direct,
+    generation,
+    initialisation,
+    reset,
+)
+
+__all__ = [
+    "NestedSystem",
+    "Parameters",
+    "Problem",
+    "Solver",
+    "Start",
+    "SystemState",
+    "Tick",
+    "Transfer",
+    "Update",
+    "View",
+    "backpropagation",
+    "context_generation",
+    "descend",
+    "direct",
+    "generation",
+    "initialisation",
+    "minimise",
+    "proximal_step",
+    "remember",
+    "reset",
+    "solution",
+]
