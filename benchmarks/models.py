@@ -1,0 +1,187 @@
+"""Whole models: Hope against Transformer++ at equal parameters, in one run.
+
+    python benchmarks/models.py                        everything (several minutes)
+    python benchmarks/models.py --train                training tokens/s at T=2048 (B=4) and T=8192
+    python benchmarks/models.py --train --compile      the same with torch.compile
+    python benchmarks/models.py --flat                 training cost per token from 2K to 32K tokens
+    python benchmarks/models.py --memory               peak memory of a training step at T=8192
+    python benchmarks/models.py --decode               tokens/s from position 1K to 100K
+    python benchmarks/models.py --profile hope         where a training step's time goes
+
+Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
+loss and backward. Both arms keep freed memory (`nestling.host.keep_memory`), except for --memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from common import in_fresh_process, interleaved, peak_mb, verdict
+
+from nestling.host import keep_memory
+from nestling.models import MemoryCache, NestlingForCausalLM, presets
+
+SIZE = presets.Size(width=256, layers=4, heads=4, vocabulary=512, parameters=3_300_000)
+BASELINE = "transformer"
+
+
+def model_of(name: str, *, recompute: bool = False) -> NestlingForCausalLM:
+    torch.manual_seed(0)
+    model = NestlingForCausalLM(presets.configure(SIZE, name, use_cache=False)).train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def training_step(
+    model: NestlingForCausalLM, batch: int, tokens: int, *, compiled: bool = False
+) -> Callable[[], None]:
+    """Forward, loss and backward on random tokens."""
+    ids = torch.randint(SIZE.vocabulary, (batch, tokens))
+
+    def loss_of() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+    run = torch.compile(loss_of) if compiled else loss_of
+
+    def step() -> None:
+        run().backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def train(name: str, *, compiled: bool, repeats: int) -> bool:
+    """Training tokens/s of the arm against Transformer++."""
+    met = True
+    models = {arm: model_of(arm) for arm in (name, BASELINE)}
+    for arm, model in models.items():
+        print(f"{arm}: {model.num_parameters():,} parameters")
+    for batch, tokens, target in ((4, 2048, 0.5), (1, 8192, 1.0)):
+        arms = {
+            arm: training_step(model, batch, tokens, compiled=compiled)
+            for arm, model in models.items()
+        }
+        seconds = interleaved(arms, repeats=repeats, warmup=1)
+        speed = {arm: batch * tokens / s for arm, s in seconds.items()}
+        print(", ".join(f"{arm} {rate:,.0f} tokens/s" for arm, rate in speed.items()))
+        how = "compiled" if compiled else "eager"
+        what = f"{name} training speed, T={tokens} B={batch}, {how}"
+        met &= verdict(what, speed[name] / speed[BASELINE], target, at_most=False)
+        torch.compiler.reset()
+    return met
+
+
+def flat(name: str, *, compiled: bool) -> bool:
+    """Cost per token of a training step must not grow with the length."""
+    model = model_of(name, recompute=True)
+    cost = {}
+    for tokens in (2048, 8192, 32768):
+        step = training_step(model, 1, tokens, compiled=compiled)
+        step()
+        start = time.perf_counter()
+        step()
+        cost[tokens] = (time.perf_counter() - start) / tokens
+        print(f"{name} T={tokens}: {1 / cost[tokens]:,.0f} tokens/s (with recomputation)")
+    ratio = cost[32768] / cost[2048]
+    return verdict(f"{name} cost per token at 32K against 2K", ratio, 1.15, at_most=True)
+
+
+def memory(name: str) -> bool:
+    """Peak memory of a training step at T=8192, each arm in a fresh process."""
+    peak = {}
+    for arm in (name, BASELINE):
+        for how in ("plain", "recompute"):
+            peak[arm, how] = in_fresh_process(__file__, "--peak", arm, how)["mb"]
+            print(f"{arm} T=8192 B=1, {how}: {peak[arm, how]:,.0f} MB above the import")
+    ratio = peak[name, "recompute"] / peak[BASELINE, "plain"]
+    return verdict(f"{name} memory with recomputation, T=8192", ratio, 1.0, at_most=True)
+
+
+def peak(name: str, how: str) -> None:
+    """One training step; prints the memory it took beyond what was there before."""
+    step = training_step(model_of(name, recompute=how == "recompute"), 1, 8192)
+    before = peak_mb()
+    step()
+    print(json.dumps({"mb": peak_mb() - before}))
+
+
+@torch.no_grad()
+def decode(name: str, *, steps: int = 48) -> bool:
+    """Tokens/s of one-token calls at far positions, and the KV cache at 8K beside it."""
+    speed = {}
+    for arm, positions in ((name, (1024, 8192, 32768, 102400)), (BASELINE, (1024, 8192))):
+        model = model_of(arm).eval()
+        cache = MemoryCache(SIZE.layers)
+        for position in positions:
+            while cache.get_seq_length() < position - 1:
+                piece = min(2048, position - 1 - cache.get_seq_length())
+                ids = torch.randint(SIZE.vocabulary, (1, piece))
+                model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            speed[arm, position] = _decode_speed(model, cache, steps)
+            print(f"{arm} at position {position:,}: {speed[arm, position]:,.0f} tokens/s")
+    slowest, first = speed[name, 102400], speed[name, 1024]
+    met = verdict(f"{name} decode at 100K against 1K", slowest / first, 0.9, at_most=False)
+    ratio = speed[name, 8192] / speed[BASELINE, 8192]
+    return verdict(f"{name} decode against KV cache at 8K", ratio, 1.0, at_most=False) and met
+
+
+def _decode_speed(model: NestlingForCausalLM, cache: MemoryCache, steps: int) -> float:
+    token = torch.zeros(1, 1, dtype=torch.long)
+    for count in (4, steps):
+        start = time.perf_counter()
+        for _ in range(count):
+            logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1:].argmax(-1)
+    return steps / (time.perf_counter() - start)
+
+
+def profile(name: str, tokens: int = 2048) -> None:
+    """The operators that take the time of a training step."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    step = training_step(model_of(name), 1, tokens)
+    step()
+    with record(activities=[ProfilerActivity.CPU]) as found:
+        step()
+    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("train", "flat", "memory", "decode")
+    for part in parts:
+        parser.add_argument(f"--{part}", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--model", default="hope", choices=sorted(presets.MODELS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", metavar="MODEL")
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(2)
+    torch.set_flush_denormal(True)
+    if options.peak:
+        peak(*options.peak)
+        return 0
+    keep_memory()
+    if options.profile:
+        profile(options.profile)
+        return 0
+    chosen = [part for part in parts if getattr(options, part)] or list(parts)
+    runs = {
+        "train": lambda: train(options.model, compiled=options.compile, repeats=options.repeats),
+        "flat": lambda: flat(options.model, compiled=options.compile),
+        "memory": lambda: memory(options.model),
+        "decode": lambda: decode(options.model),
+    }
+    return 0 if all([runs[part]() for part in chosen]) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Evaluations: what a model can track, recall and predict."""

@@ -1,0 +1,33 @@
+"""Language models: one configuration and one causal language model, as Hugging Face classes.
+
+Importing this package (or touching `nestling.NestlingForCausalLM`) registers them with the Auto
+classes, so that `AutoModelForCausalLM.from_pretrained` knows them.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from nestling.models import presets
+from nestling.models.cache import MemoryCache
+from nestling.models.configuration import NestlingConfig
+from nestling.models.modeling import NestlingForCausalLM, NestlingModel
+from nestling.models.saving import fingerprint, load_state, save_state
+from nestling.models.streaming import StreamOutput, stream
+from nestling.models.tokenizer import byte_tokenizer
+
+__all__ = [
+    "MemoryCache",
+    "NestlingConfig",
+    "NestlingForCausalLM",
+    "NestlingModel",
+    "StreamOutput",
+    "byte_tokenizer",
+    "fingerprint",
+    "load_state",
+    "presets",
+    "save_state",
+    "stream",
+]
+
+AutoConfig.register("nestling", NestlingConfig, exist_ok=True)
+AutoModel.register(NestlingConfig, NestlingModel, exist_ok=True)
+AutoModelForCausalLM.register(NestlingConfig, NestlingForCausalLM, exist_ok=True)

@@ -1,0 +1,155 @@
+"""The one configuration of all language models."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from nestling.blocks import CHANNELS, MIXERS, ChannelSpec, MixerSpec
+from nestling.levels import Level
+
+__all__ = ["NestlingConfig"]
+
+_LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
+
+
+@strict
+class NestlingConfig(PreTrainedConfig):
+    """What a model is made of: a mixer and a channel memory per layer, and their sizes.
+
+    mixer: the sequence memory, one name for all layers or one per layer (hybrids); `MIXERS` lists
+        them: "self_modifying", "attention", "titans", "deltanet", ...
+    mixer_options: options of the mixers by name, `{"self_modifying": {"chunk": 64}}`: the fields
+        of the memory's own configuration.
+    channel: the channel memory, one name or one per layer: "cms" (continuum memory), "swiglu"
+        (Transformer++) or "in_context" (AdaTransformer).
+    levels: the continuum memory's levels, fastest first: `[{"name": "fast", "chunk": 512}, ...]`;
+        chunk None never changes.
+    topology: "chain" (Eq. 70) or "parallel" (Eq. 74).
+    intermediate_size: hidden width of each MLP (of each level); None: what keeps a layer's channel
+        near the usual 8 hidden_size^2 parameters.
+    max_position_embeddings: the context callers should plan with; memories have no limit.
+    """
+
+    model_type = "nestling"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    vocab_size: int = 259
+    hidden_size: int = 128
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    mixer: str | list[str] = "self_modifying"
+    mixer_options: dict | None = None
+    channel: str | list[str] = "cms"
+    intermediate_size: int | None = None
+    levels: list[dict] | None = None
+    topology: str = "chain"
+    activation: str = "gelu"
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_typos(kwargs)
+        if self.mixer_options is None:
+            self.mixer_options = {}
+        if self.levels is None:
+            self.levels = [{"name": name, "chunk": chunk} for name, chunk in _LEVELS]
+        self.check()
+        super().__post_init__(**kwargs)
+
+    def check(self) -> None:
+        """Raise ValueError, naming the field, unless a model can be built from this."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            _at_least_one(name, getattr(self, name))
+        if self.intermediate_size is not None:
+            _at_least_one("intermediate_size", self.intermediate_size)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
+                f"{self.num_attention_heads}"
+            )
+        for option in self.mixer_options or {}:
+            _one_of("mixer_options", option, MIXERS)
+        for layer in range(self.num_hidden_layers):
+            self.mixer_spec(layer)
+            self.channel_spec(layer)
+
+    def mixer_spec(self, layer: int) -> MixerSpec:
+        """What the mixer of one layer is made of."""
+        name = self._of_layer("mixer", layer)
+        _one_of("mixer", name, MIXERS)
+        return MixerSpec(
+            name=name,
+            width=self.hidden_size,
+            heads=self.num_attention_heads,
+            options=dict((self.mixer_options or {}).get(name, {})),
+        )
+
+    def channel_spec(self, layer: int) -> ChannelSpec:
+        """What the channel memory of one layer is made of."""
+        name = self._of_layer("channel", layer)
+        _one_of("channel", name, CHANNELS)
+        return ChannelSpec(
+            name=name,
+            width=self.hidden_size,
+            heads=self.num_attention_heads,
+            hidden=self.intermediate_size,
+            levels=self.level_list,
+            topology=self.topology,
+            activation=self.activation,
+            eps=self.rms_norm_eps,
+        )
+
+    @property
+    def level_list(self) -> tuple[Level, ...]:
+        """The continuum memory's levels, fastest first."""
+        if not self.levels:
+            raise ValueError("levels must name at least one level; got none")
+        for entry in self.levels:
+            if set(entry) != {"name", "chunk"}:
+                raise ValueError(f"each of levels has a name and a chunk; got {entry!r}")
+        return tuple(
+            Level(name=e["name"], chunk=math.inf if e["chunk"] is None else e["chunk"])
+            for e in self.levels
+        )
+
+    def _of_layer(self, field: str, layer: int) -> str:
+        """The entry for one layer of a field that holds one name or one per layer."""
+        value = getattr(self, field)
+        if isinstance(value, str):
+            return value
+        if len(value) != self.num_hidden_layers:
+            raise ValueError(
+                f"{field} lists {len(value)} names for num_hidden_layers={self.num_hidden_layers}:"
+                " give one name, or one per layer"
+            )
+        return str(value[layer])
+
+    def _refuse_typos(self, unknown: dict[str, Any]) -> None:
+        """Transformers keeps unknown keywords silently; one that resembles ours is a mistake."""
+        ours = [f.name for f in fields(type(self)) if f.name in type(self).__annotations__]
+        for key in unknown:
+            if close := difflib.get_close_matches(key, ours, n=1, cutoff=0.8):
+                raise ValueError(f"unknown field {key!r}; did you mean {close[0]!r}?")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def _one_of(name: str, value: str, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(sorted(allowed))}; got {value!r}")

@@ -1,0 +1,225 @@
+"""One causal language model for every mixer and channel memory, as Hugging Face classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from nestling.blocks import Block, RMSNorm
+from nestling.models.cache import MemoryCache
+from nestling.models.configuration import NestlingConfig
+from nestling.models.streaming import StreamOutput, stream
+
+__all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]
+
+
+class NestlingLayer(GradientCheckpointingLayer, Block):
+    """A block whose activations may be recomputed in the backward pass."""
+
+    def __init__(self, config: NestlingConfig, layer: int) -> None:
+        Block.__init__(
+            self,
+            config.mixer_spec(layer).build(),
+            config.channel_spec(layer).build(),
+            eps=config.rms_norm_eps,
+        )
+
+
+class NestlingPreTrainedModel(PreTrainedModel):
+    """What both classes tell transformers about themselves."""
+
+    config_class = NestlingConfig
+    config: NestlingConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("NestlingLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _is_stateful = True
+    _can_record_outputs = {"hidden_states": NestlingLayer}  # noqa: RUF012
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Our own modules know their initial values; the embedding's scale is configured."""
+        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        elif type(module).__module__.startswith("nestling."):
+            _reset(module)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, *args: Any, config: NestlingConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """Load a saved model; another vocabulary than the saved one is refused at once."""
+        saved = NestlingConfig.get_config_dict(name)[0].get("vocab_size")
+        asked = kwargs.get("vocab_size", getattr(config, "vocab_size", saved))
+        if asked != saved and not kwargs.get("ignore_mismatched_sizes"):
+            raise ValueError(
+                f"{name}: the saved model has vocab_size={saved}; it cannot be loaded with"
+                f" vocab_size={asked} (load it, then call resize_token_embeddings)"
+            )
+        return super().from_pretrained(name, *args, config=config, **kwargs)
+
+
+class NestlingModel(NestlingPreTrainedModel):
+    """Embedding, blocks and the final norm."""
+
+    def __init__(self, config: NestlingConfig) -> None:
+        super().__init__(config)
+        config.check()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = [NestlingLayer(config, layer) for layer in range(config.num_hidden_layers)]
+        self.layers: Any = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """[B, T] tokens -> [B, T, D]; with `use_cache` also the memory state after them.
+
+        A token whose `attention_mask` is 0 leaves no trace: it neither decays nor writes a memory.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, x.shape[0], bool(use_cache))
+        states = None if cache is None else cache.states
+        mask = _token_mask(attention_mask, x.shape[1])
+        after = []
+        for number, layer in enumerate(self.layers):
+            x, state = layer(x, None if states is None else states[number], mask)
+            after.append(state)
+        if cache is not None:
+            cache.advance(tuple(after), x.shape[1])
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+
+    def init_states(self, batch_size: int) -> tuple[Any, ...]:
+        """The memory state of every layer before the first token."""
+        return tuple(layer.init(batch_size) for layer in self.layers)
+
+    def _cache(self, cache: Any, batch: int, use_cache: bool) -> MemoryCache | None:
+        if cache is None:
+            recompute = self.training and any(x.gradient_checkpointing for x in self.layers)
+            return MemoryCache(len(self.layers)) if use_cache and not recompute else None
+        if not isinstance(cache, MemoryCache):
+            raise TypeError(
+                f"past_key_values must be a MemoryCache, the state of this model's memories; got"
+                f" {type(cache).__name__}"
+            )
+        if len(cache) != len(self.layers) or cache.batch_size not in (-1, batch):
+            raise ValueError(
+                f"past_key_values holds {len(cache)} layers and {cache.batch_size} sequences; the"
+                f" model has {len(self.layers)} layers, the input {batch} sequences"
+            )
+        return cache
+
+
+class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
+    """A language model whose memories learn while it reads."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+
+    def __init__(self, config: NestlingConfig) -> None:
+        super().__init__(config)
+        self.model = NestlingModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # the memory state is the cache, and the model makes it
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: MemoryCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits [B, T, V]; with `labels` (-100 = ignore) also the mean loss.
+
+        `position_ids` are not needed: every sequence's state knows its position.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        x = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(x[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def stream(
+        self,
+        tokens: Iterable[Tensor | list[int] | int],
+        state: MemoryCache | None = None,
+        *,
+        piece: int = 512,
+    ) -> Iterator[StreamOutput]:
+        """Read a stream of tokens of any length in constant memory; see `streaming.stream`."""
+        return stream(self, tokens, state, piece=piece)
+
+
+def _reset(module: nn.Module) -> None:
+    """Give a module its initial values, except for parameters that were loaded."""
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        return
+    own = list(module.parameters(recurse=False))
+    loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
+    if own and len(loaded) == len(own):
+        return
+    reset()
+    for parameter, value in loaded:
+        parameter.copy_(value)
+
+
+def _token_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The mask of the last `tokens` columns as bool, None when all are real."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask must be [batch, tokens so far]; got {tuple(attention_mask.shape)} for"
+            f" {tokens} new tokens"
+        )
+    mask = attention_mask[:, -tokens:].to(torch.bool)
+    return None if bool(mask.all()) else mask

@@ -1,0 +1,139 @@
+"""Named configurations. At one size all models have the same width, depth and parameters.
+
+    presets.tiny()                        Hope, about 1M parameters, bytes
+    presets.tiny(mixer="transformer")     Transformer++ with as many parameters
+
+`mixer` picks the model (`MODELS`); the hidden width of its channel memory is what makes the
+parameter counts equal, so that comparisons are fair. Other fields of the configuration may be
+given as keywords; with an explicit `intermediate_size` nothing is adjusted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nestling.blocks import Block
+from nestling.models.configuration import NestlingConfig
+from nestling.models.tokenizer import BYTE_VOCABULARY
+
+__all__ = [
+    "MODELS",
+    "Size",
+    "base",
+    "configure",
+    "hope_1b3",
+    "hope_760m",
+    "parameter_count",
+    "small",
+    "tiny",
+]
+
+
+MODELS: dict[str, dict[str, str]] = {
+    "hope": {"mixer": "self_modifying", "channel": "cms"},
+    "hope_attention": {"mixer": "attention", "channel": "cms"},
+    "transformer": {"mixer": "attention", "channel": "swiglu"},
+    "ada_transformer": {"mixer": "attention", "channel": "in_context"},
+    "titans": {"mixer": "titans", "channel": "swiglu"},
+    "deltanet": {"mixer": "deltanet", "channel": "swiglu"},
+    "gated_delta": {"mixer": "gated_delta", "channel": "swiglu"},
+    "linear": {"mixer": "linear", "channel": "swiglu"},
+    "retnet": {"mixer": "retnet", "channel": "swiglu"},
+}
+"""Models by name: which mixer goes with which channel memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Width, depth and heads shared by all models of a size, and their parameter count."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    parameters: int
+
+
+TINY = Size(width=128, layers=5, heads=4, vocabulary=BYTE_VOCABULARY, parameters=1_000_000)
+SMALL = Size(width=256, layers=6, heads=4, vocabulary=BYTE_VOCABULARY, parameters=5_000_000)
+BASE = Size(width=512, layers=12, heads=8, vocabulary=32_000, parameters=60_000_000)
+PAPER_760M = Size(width=1024, layers=24, heads=16, vocabulary=32_000, parameters=760_000_000)
+PAPER_1B3 = Size(width=1536, layers=24, heads=16, vocabulary=32_000, parameters=1_300_000_000)
+
+
+def tiny(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """About 1M parameters, bytes: tests, demonstrations, a laptop."""
+    return configure(TINY, mixer, **fields)
+
+
+def small(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """About 5M parameters, bytes."""
+    return configure(SMALL, mixer, **fields)
+
+
+def base(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """About 60M parameters, vocabulary of 32,000."""
+    return configure(BASE, mixer, **fields)
+
+
+def hope_760m(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """The paper's 760M size: width 1024, vocabulary of 32,000."""
+    return configure(PAPER_760M, mixer, **fields)
+
+
+def hope_1b3(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """The paper's 1.3B size: width 1536, vocabulary of 32,000."""
+    return configure(PAPER_1B3, mixer, **fields)
+
+
+def configure(size: Size, mixer: str = "hope", **fields: Any) -> NestlingConfig:
+    """The model named `mixer` at a size; its channel's hidden width is fitted to the size."""
+    if mixer not in MODELS:
+        raise ValueError(f"mixer must be one of {', '.join(MODELS)}; got {mixer!r}")
+    given = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        **MODELS[mixer],
+        **fields,
+    }
+    if given["vocab_size"] == BYTE_VOCABULARY:
+        given = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, **given}
+    if "intermediate_size" in given:
+        return NestlingConfig(**given)
+    return NestlingConfig(**given, intermediate_size=_fit(size.parameters, given))
+
+
+def parameter_count(config: NestlingConfig) -> int:
+    """The parameters of the model, without making them."""
+    ends = 1 if config.tie_word_embeddings else 2
+    layers = range(config.num_hidden_layers)
+    blocks = sum(_block_parameters(config.mixer_spec(i), config.channel_spec(i)) for i in layers)
+    return config.vocab_size * config.hidden_size * ends + config.hidden_size + blocks
+
+
+def _block_parameters(mixer: Any, channel: Any) -> int:
+    with torch.device("meta"):
+        block = Block(mixer.build(), channel.build())
+    return sum(weight.numel() for weight in block.parameters())
+
+
+def _fit(parameters: int, given: dict[str, Any]) -> int:
+    """The hidden width, a multiple of 4, that brings the count (affine in it) nearest to goal."""
+    step = 4 * given["num_attention_heads"]
+    low, high = (
+        parameter_count(NestlingConfig(**given, intermediate_size=hidden))
+        for hidden in (step, 2 * step)
+    )
+    steps = 1 + round((parameters - low) / (high - low))
+    if steps < 1:
+        raise ValueError(
+            f"{given['mixer']!r} with width {given['hidden_size']} and"
+            f" {given['num_hidden_layers']} layers has at least {low} parameters: more than"
+            f" {parameters}"
+        )
+    return steps * step
