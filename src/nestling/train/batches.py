@@ -35,7 +35,9 @@ class Batch(NamedTuple):
 class Batches(Protocol):
     """Batches by number."""
 
-    rows: int
+    @property
+    def rows(self) -> int:
+        """Rows of a batch, over all processes."""
 
     def __call__(self, step: int, rank: int = 0, world: int = 1) -> Batch:
         """The rows of rank `rank` out of `world` at step `step` (from 0), forever."""

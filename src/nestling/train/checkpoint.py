@@ -51,7 +51,7 @@ def save_checkpoint(
 ) -> Path:
     """Save states (anything `tree.pack` takes) as one checkpoint, then drop what is not kept.
 
-    If anything fails (disk full, crash), the earlier checkpoints are as they were. A whole checkpoint
+    If anything fails (disk full, crash), the earlier checkpoints are as they were. A whole one
     of the same step stays: resuming is exact, so it says the same.
     """
     if keep < 1:

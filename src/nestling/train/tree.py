@@ -1,7 +1,7 @@
 """Any state of Python values and tensors as named tensors and JSON: checkpoints without pickle.
 
 `pack` takes dicts, lists, tuples, tensors, NumPy arrays, numbers, strings, booleans and None,
-nested in any way, as `state_dict()` of models, optimizers, schedulers and random generators give them.
+nested in any way, as `state_dict()` of models, optimizers and random generators give them.
 `unpack(pack(x))` is x: tuples stay tuples, integer keys stay integers, floats keep every bit.
 """
 

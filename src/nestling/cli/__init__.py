@@ -1,0 +1,59 @@
+"""The command `nestling`: one module per sub-command, imported when it is called.
+
+A module offers `parser()`, an argparse parser whose help teaches, and `run(arguments) -> int`. What
+a user did wrong (a ValueError or OSError with a clear message) ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "train": "train a model from a recipe; run the same command again to go on",
+    "generate": "let a model write",
+    "eval": "perplexity on a file, loss against position",
+    "describe": "show a model and its optimizer as nested levels",
+}
+
+_HELP = """usage: nestling COMMAND ...
+
+Nested learning: models and optimizers that learn at many time scales.
+
+commands:
+{commands}
+
+`nestling COMMAND --help` explains each, with examples."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+        print(_HELP.format(commands=lines))
+        return 0 if given else 2
+    if given[0] == "--version":
+        from nestling import __version__
+
+        print(__version__)
+        return 0
+    name, *rest = given
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(f"nestling: unknown command {name!r}; known: {known}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    command = importlib.import_module(f"nestling.cli.{name}")
+    parsed = command.parser().parse_args(rest)
+    try:
+        return int(command.run(parsed))
+    except (ValueError, OSError) as error:
+        print(f"nestling {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

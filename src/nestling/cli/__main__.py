@@ -1,0 +1,7 @@
+"""`python -m nestling.cli`, as torchrun needs it."""
+
+import sys
+
+from nestling.cli import main
+
+sys.exit(main())

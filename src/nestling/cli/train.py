@@ -1,0 +1,62 @@
+"""`nestling train`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["parser", "run"]
+
+_EXAMPLES = """examples:
+  nestling train tiny
+  nestling train tiny model.mixer=transformer run.steps=1000 --out runs/transformer
+  nestling train small data.train=book.txt data.valid=other.txt optim.name=m3
+  torchrun --nproc-per-node 2 -m nestling.cli train tiny run.strategy=fsdp
+
+Kill it anywhere and start the same command again: it continues bit for bit from its newest
+checkpoint. Ctrl-C and SIGTERM save first. `nestling train RECIPE --show` prints every key."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    from nestling.train.recipes import RECIPES
+
+    made = argparse.ArgumentParser(
+        prog="nestling train",
+        description="Train a language model from a recipe.\n\nrecipes:\n"
+        + "\n".join(f"  {name:<10} {make.__doc__}" for name, make in RECIPES.items()),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("recipe", help="name of a recipe")
+    made.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
+    made.add_argument("--out", type=Path, help="folder of the run (default: runs/RECIPE)")
+    made.add_argument("--show", action="store_true", help="print the recipe and stop")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; 0 when done, 143 or 130 when a signal asked to stop, 1 when it cannot go on."""
+    from nestling.train.recipe import changed
+    from nestling.train.recipes import get
+
+    recipe = changed(get(arguments.recipe), arguments.changes)
+    if arguments.show:
+        for part, values in recipe.to_json().items():
+            print("\n".join(f"{part}.{key}={value}" for key, value in values.items()))
+        return 0
+    from nestling.train.loop import train
+    from nestling.train.session import TrainingFailedError
+    from nestling.train.world import join
+
+    folder = arguments.out or Path("runs") / arguments.recipe
+    with join() as world:
+        try:
+            outcome = train(recipe, folder, world)
+        except TrainingFailedError as error:
+            print(f"nestling train: {error}", file=sys.stderr)
+            return 1
+        if world.main and outcome.signal is None:
+            print(f"done: {outcome.step} steps, best validation loss {outcome.best:.4f}, {folder}")
+    return 0 if outcome.signal is None else 128 + outcome.signal
