@@ -98,7 +98,7 @@ def test_zero_inputs_and_zero_rows_write_nothing():
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="x .the layer's inputs"):
+    with pytest.raises(ValueError, match="dgd learns from a layer's pairs"):
         apply(dgd(), torch.ones(2, 2), Write(torch.ones(2, 2)), (), Gates())
     with pytest.raises(ValueError, match=r"erase .* got 2"):
         dgd(erase=2)

@@ -16,13 +16,16 @@ from nestling.rules.aliases import (
     weight_decay,
 )
 from nestling.rules.core import Gates, Rule, State, Write, apply, chain, identity, stateless
+from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.delta_momentum import delta_momentum, delta_momentum_literal
 from nestling.rules.dgd import delta_rate, delta_step, dgd, dgd_step, generalised_descent
+from nestling.rules.feature_momentum import feature_momentum
 from nestling.rules.gd import argmin, associate, descend, gd, pairs
 from nestling.rules.momentum import accumulate, generalised_momentum, momentum
 from nestling.rules.multiscale import multiscale, multiscale_literal
 from nestling.rules.muon import adamuon, muon
 from nestling.rules.newton_schulz import CUBIC, QUINTIC, newton_schulz, orthogonalise
+from nestling.rules.nonlinear import nonlinear
 from nestling.rules.omega import omega
 from nestling.rules.precondition import precondition, preconditioned_momentum
 from nestling.rules.sequence import delta_net, hebbian, oja_net, remember
@@ -47,6 +50,7 @@ __all__ = [
     "associate",
     "averaged",
     "chain",
+    "deep_momentum",
     "delta_momentum",
     "delta_momentum_literal",
     "delta_net",
@@ -55,6 +59,7 @@ __all__ = [
     "descend",
     "dgd",
     "dgd_step",
+    "feature_momentum",
     "gd",
     "generalised_descent",
     "generalised_momentum",
@@ -67,6 +72,7 @@ __all__ = [
     "muon",
     "nadam",
     "newton_schulz",
+    "nonlinear",
     "oja_net",
     "omega",
     "orthogonalise",

@@ -2,20 +2,20 @@
 
 Plain momentum stores gradients by a dot product and can only add. With the L2 objective
 `|m g^T - P|^2` (Eq. 48) the memory first takes out what it already answers for this gradient, then
-writes: `m <- m (alpha I - g^T g) - eta P g` (Eq. 49). The keys are the rows of g, and m maps them to P.
+writes: `m <- m (alpha I - g^T g) - eta P g` (Eq. 49). The keys are the rows of g; m maps them to P.
 
-As printed the erase term has no rate: with |g|^2 > 1 + alpha it diverges (SPEC.md 10.16). That form is
-`delta_momentum_literal`. `delta_momentum` takes the gradient's direction `ghat = g / |g|` as the key,
-`|g| P` as the value (so a write is still along `P g`), and solves for the memory exactly:
+As printed the erase term has no rate: with |g|^2 > 1 + alpha it diverges (SPEC.md 10.16). That is
+`delta_momentum_literal`. `delta_momentum` takes the gradient's direction `ghat = g / |g|` as key,
+`|g| P` as value (so a write is still along `P g`), and solves for the memory exactly:
 
     m <- argmin |m ghat^T - |g| P|^2 / 2 + |m - alpha m_t|^2 / (2 eta)
 
 which is DGD on the memory, for all rows of g together: the erase strength is at most one. For a
-single row and P = 1 that is `m <- alpha m + eta' (|g| - alpha m . ghat) ghat`, eta' = eta / (1 + eta):
+single row and P = 1 it is `m <- alpha m + eta' (|g| - alpha m . ghat) ghat`, eta' = eta/(1 + eta):
 along the gradient the memory moves to it, across it the past fades with alpha.
 
-Vectors have no rows to relate; they take the element-wise memory of Eq. 100-102, `m . ghat -> P` with
-`ghat = g / rms(g)`, again with the exact rate per entry.
+Vectors have no rows to relate; they take the element-wise memory of Eq. 100-102, `m . ghat -> P`
+with `ghat = g / rms(g)`, again with the exact rate per entry.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def delta_momentum(
     """Delta momentum with normalised keys and the exact rate (Eq. 48-49; SPEC.md 10.16).
 
     `decay` is alpha, `rate` the memory's own eta, `value` P: a number or a matrix [Do, Do].
-    `elementwise` chooses the form for vectors; by default a weight of fewer than two dimensions is one.
+    `elementwise` chooses the form for vectors; by default any weight of fewer than two dimensions
+    takes it.
     """
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"delta_momentum: decay must lie in [0, 1], got {decay}")

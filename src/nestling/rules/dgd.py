@@ -1,13 +1,13 @@
 """Delta gradient descent, exact for any input norm and any number of rows (Eq. 54-60, 112-121).
 
-One pair: `W+ = argmin |W x - u|^2 / 2 + |W - W_t|^2 / (2 eta)` with `u = -grad_y L`. Setting the
-gradient to zero gives `W+ (I + eta x x^T) = W_t + eta u x^T`, and Sherman-Morrison turns the inverse
-into a smaller rate, `eta' = eta / (1 + eta |x|^2)`:
+One pair: `W+ = argmin |W x - u|^2 / 2 + |W - W_t|^2 / (2 eta)` with `u = -grad_y L`. The
+gradient vanishes where `W+ (I + eta x x^T) = W_t + eta u x^T`, and Sherman-Morrison turns the
+inverse into a smaller rate, `eta' = eta / (1 + eta |x|^2)`:
 
     W+ = W_t (I - eta' x x^T) + eta' u x^T
 
-The printed form (Eq. 57, 120) is the case |x| = 1; SPEC.md 10.1. For n rows X [n, Di], U [n, Do] with
-weight c each (c = 1: a sum of losses, c = 1/n: their mean, where U already carries the 1/n),
+The printed form (Eq. 57, 120) is the case |x| = 1; SPEC.md 10.1. For n rows X [n, Di], U [n, Do]
+of weight c each (c = 1: a sum of losses, c = 1/n: their mean, where U already carries the 1/n),
 
     W+ = W + eta (U - c X W^T)^T (I_n + c eta X X^T)^{-1} X
 
@@ -17,8 +17,8 @@ the two systems is solved.
 Erasing. With u = -grad_y L the fixed points are those of `L + |W x|^2 / 2`, not of L: every output
 is pulled to zero, and on a squared error DGD converges to half the target (SPEC.md 10.5). Eq. 59-60
 allow any self-generated target; `erase` interpolates between two of them,
-`u_erase = -grad_y L + (1 - erase) W_t x`: 1 is the paper's, 0 keeps L's own fixed points (the target
-is the present output moved against its gradient) and still solves for all rows together.
+`u_erase = -grad_y L + (1 - erase) W_t x`: 1 is the paper's, 0 keeps L's own fixed points (the
+target is the present output moved against its gradient) and still solves for all rows together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nestling.objectives import Matrix, Objective
 from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.gd import argmin, pairs
 
 __all__ = ["delta_rate", "delta_step", "dgd", "dgd_direction", "dgd_step", "generalised_descent"]
 
@@ -54,7 +56,7 @@ def delta_rate(x: Tensor, rate: Tensor | float) -> Tensor:
 def dgd_step(
     weight: Tensor, x: Tensor, u: Tensor, rate: Tensor | float, retain: Tensor | float = 1.0
 ) -> Tensor:
-    """Exactly `argmin |W x - u|^2 / 2 + |W - retain W_t|^2 / (2 rate)` for one pair (Eq. 56-58, 113)."""
+    """`argmin |W x - u|^2 / 2 + |W - retain W_t|^2 / (2 rate)` for one pair (Eq. 56-58, 113)."""
     return delta_step(_column(retain) * weight, x, u, delta_rate(x, rate))
 
 
@@ -96,65 +98,37 @@ def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
         raise ValueError(f"dgd: erase must lie in [0, 1], got {erase}")
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        if write.x is None or write.u is None:
-            raise ValueError(
-                "dgd: the write must carry x (the layer's inputs) and u (minus the gradient at its"
-                " outputs); this one has only a gradient"
-            )
-        row_weight = 1.0 / max(write.x.shape[-2], 1) if mean else 1.0
-        grad = dgd_direction(
-            gates.retain * weight,
-            write.x,
-            write.u,
-            gates.rate,
-            row_weight=row_weight,
-            erase=erase,
-        )
+        x, u = pairs(write, "dgd")
+        row_weight = 1.0 / max(x.shape[-2], 1) if mean else 1.0
+        near = gates.retain * weight
+        grad = dgd_direction(near, x, u, gates.rate, row_weight=row_weight, erase=erase)
         return write._replace(grad=grad), state
 
     return Rule(lambda weight: (), step)
 
 
-Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`objective(weight, x, u)`: a number to make small."""
-
-
 def generalised_descent(
     weight: Tensor,
     x: Tensor,
+    target: Callable[[Tensor, Tensor], Tensor],
     objective: Objective,
     retention: Callable[[Tensor, Tensor], Tensor],
-    target: Callable[[Tensor, Tensor], Tensor],
     *,
-    iterations: int = 100,
+    steps: int = 1,
 ) -> Tensor:
-    """Generalised gradient descent (Definition 5, Eq. 59-60), solved numerically with L-BFGS.
+    """Generalised gradient descent (Definition 5, Eq. 59-60), solved numerically.
 
-    `argmin_W objective(W, x, u) + retention(W, W_t)` with the self-generated `u = target(W_t, x)`.
+    `argmin_W objective(W; x, u) + retention(W, W_t)` with the self-generated `u = target(W_t, x)`.
     The reference for every closed form: a dot product with `|W - W_t|^2 / (2 eta)` is gradient
-    descent (Eq. 55), the squared error with it is DGD (Eq. 56).
+    descent (Eq. 55), the squared error with it is DGD (Eq. 56). Both are quadratic, so one Newton
+    step solves them; other convex objectives take a few.
     """
-    start = weight.detach()
-    u = target(start, x).detach()
-    new = start.clone().requires_grad_(True)
-    solver = torch.optim.LBFGS(
-        [new],
-        max_iter=iterations,
-        tolerance_grad=1e-12,
-        tolerance_change=1e-16,
-        history_size=50,
-        line_search_fn="strong_wolfe",
-    )
+    u = target(weight, x)
 
-    def closure() -> Tensor:
-        solver.zero_grad()
-        loss = objective(new, x, u) + retention(new, start)
-        loss.backward()
-        return loss
+    def loss(new: Tensor) -> Tensor:
+        return objective.loss(Matrix(new), x, u).sum() + retention(new, weight)
 
-    with torch.enable_grad():
-        solver.step(closure)
-    return new.detach()
+    return argmin(loss, weight, steps=steps)
 
 
 def _column(gate: Tensor | float) -> Tensor | float:

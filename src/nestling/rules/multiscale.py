@@ -5,8 +5,8 @@
            V  <- V + beta2 g^2               each step
            W  <- W - eta (NS(M1) + a NS(M2)) / (sqrt(V) + eps)
 
-As printed nothing decays: V only grows, and the step depends on the scale of the gradient (gradients
-/ 1000 give steps x 1000). `multiscale_literal` is Algorithm 1 to the letter. `multiscale` is the form
+As printed nothing decays: V only grows, and the step depends on the gradient's scale (gradients /
+1000 give steps x 1000). `multiscale_literal` is Algorithm 1 to the letter. `multiscale` is the form
 to use (SPEC.md 10.10): M1, M2 and V are decaying averages, and Adam's part is scale-free in one of
 two ways, named by `second`:
 
@@ -16,7 +16,11 @@ two ways, named by `second`:
 The update then gets a fixed root mean square, so that a rate means what it means for AdamW. Scaling
 all gradients by a constant changes nothing.
 
-NS(M2) changes only when M2 does: it is kept in the state, so a step costs one Newton-Schulz, and one
+A weight of fewer than two dimensions has nothing to orthogonalise and is stepped by Adam: M3
+without Muon and without the slow level. Stacked vectors look like matrices, so a caller that stacks
+parameters must choose `adam` for them itself.
+
+NS(M2) changes only when M2 does: it is kept in the state, so a step costs one Newton-Schulz, one
 more every `chunk` steps. The chunk's gradients are one running sum. The clock is `gates.step`.
 """
 
@@ -28,7 +32,9 @@ import torch
 from torch import Tensor
 
 from nestling.levels import Level, due
+from nestling.rules.adam import adam, mean_square
 from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.momentum import accumulate
 from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, newton_schulz
 
 __all__ = ["MultiScaleState", "multiscale", "multiscale_literal"]
@@ -57,7 +63,7 @@ def multiscale_literal(
     coefficients: Coefficients = QUINTIC,
     eps: float = 1e-8,
 ) -> Rule:
-    """Algorithm 1 as printed (Eq. 75). Nothing decays, and the step depends on the gradient's scale."""
+    """Algorithm 1 as printed (Eq. 75): nothing decays, the step depends on the gradient's scale."""
     Level(name="M3 slow momentum", chunk=chunk)
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
@@ -97,27 +103,34 @@ def multiscale(
     if second not in SECONDS:
         raise ValueError(f"multiscale: second must be one of {SECONDS}, got {second!r}")
 
+    vectors = adam(beta1, beta2, eps=eps)
+
+    def init(weight: Tensor) -> State:
+        return _init(weight) if weight.ndim > 1 else vectors.init(weight)
+
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        if weight.ndim < 2:
+            return vectors.step(write, state, weight, gates)
         grad = write.grad
-        fast = torch.lerp(state.fast, grad, 1.0 - beta1)
+        fast = accumulate(state.fast, grad, retain=beta1, rate=1.0 - beta1)
         ahead = torch.lerp(grad, fast, beta1) if nesterov else fast
         out = newton_schulz(ahead, steps, coefficients) + slow_weight * state.slow_out
         slow, total, slow_out = state.slow, state.total + grad, state.slow_out
         if due(gates.step, chunk):
-            slow = torch.lerp(slow, total / chunk, 1.0 - beta3)
+            slow = accumulate(slow, total, retain=beta3, rate=(1.0 - beta3) / chunk)
             total = torch.zeros_like(total)
             slow_out = newton_schulz(slow, steps, coefficients)
         new_second = state.second
         if second != "none":
             source = out if second == "update" else grad
-            new_second = torch.lerp(state.second, source.square(), 1.0 - beta2)
+            new_second = mean_square(state.second, source, beta2)
             root = (new_second / (1.0 - beta2**gates.step)).sqrt()
             root = root / root.mean((-2, -1), keepdim=True).clamp(min=TINY)
             out = out / (root + eps)
         out = out * (rms / _rms(out))
         return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
 
-    return Rule(_init, step)
+    return Rule(init, step)
 
 
 def _init(weight: Tensor) -> MultiScaleState:

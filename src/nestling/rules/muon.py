@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write, chain, stateless
+from nestling.rules.adam import second_moment
+from nestling.rules.aliases import signsgd
+from nestling.rules.core import Rule, chain, identity, stateless
+from nestling.rules.momentum import momentum
 from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, orthogonalise
 
 __all__ = ["SHAPE_SCALES", "adamuon", "muon", "rms_scale", "shape_scale"]
@@ -61,7 +63,7 @@ def adamuon(
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        stateless(torch.sign) if sign else stateless(lambda grad: grad),
+        signsgd if sign else identity,
         orthogonalise(steps=steps),
         second_moment(second_decay, eps=eps),
         rms_scale(rms),
@@ -84,21 +86,3 @@ def rms_scale(rms: float = 0.2) -> Rule:
         return grad * (rms / size)
 
     return stateless(transform)
-
-
-def momentum(decay: float, *, nesterov: bool = False) -> Rule:
-    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        memory = decay * state + write.grad
-        grad = write.grad + decay * memory if nesterov else memory
-        return write._replace(grad=grad), memory
-
-    return Rule(torch.zeros_like, step, elementwise=True)
-
-
-def second_moment(decay: float, *, eps: float) -> Rule:
-    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        second = torch.lerp(state, write.grad.square(), 1.0 - decay)
-        grad = write.grad / ((second / (1.0 - decay**gates.step)).sqrt() + eps)
-        return write._replace(grad=grad), second
-
-    return Rule(torch.zeros_like, step, elementwise=True)

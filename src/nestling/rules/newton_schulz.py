@@ -118,7 +118,7 @@ def _norm(matrix: Tensor) -> Tensor:
 def _check(matrix: Tensor, steps: int) -> None:
     if matrix.ndim < 2:
         raise ValueError(
-            f"newton_schulz: matrix must have at least 2 dimensions, got shape {tuple(matrix.shape)}"
+            f"newton_schulz: matrix needs at least 2 dimensions, got shape {tuple(matrix.shape)}"
         )
     if not matrix.is_floating_point():
         raise TypeError(f"newton_schulz: matrix must be floating point, got {matrix.dtype}")
