@@ -1,0 +1,174 @@
+"""DGD on the weights themselves, delta and deep momentum on a memory of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nestling.optim.batch import Item
+from nestling.optim.inputs import Capture
+from nestling.optim.sharded import is_sharded
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, require, settings
+from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
+from nestling.rules.deep_momentum import deep_momentum
+
+__all__ = ["DGD", "DeepMomentum", "DeltaMomentum"]
+
+
+class DGD(RuleOptimizer):
+    """Delta gradient descent (Eq. 54-58, 112-121) on linear layers, exact for the whole batch.
+
+        optimizer = DGD(model.parameters(), lr=0.1, inputs=capture(model))
+
+    Weights of captured `nn.Linear` layers take the exact proximal step; all other parameters, their
+    biases too, plain gradient descent. The loss is a mean over its rows (`mean=False`: a sum), so
+    each of the n captured rows weighs 1/n; to first order in lr the step is then SGD's.
+
+    `erase=1` is the paper's rule (Eq. 57): it also pulls every output towards zero, so it does not
+    converge to a minimum of the loss (on a squared error, to half the target). The default 0 takes
+    the present output, moved against its gradient, as the target: the minima are the loss's own.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        *,
+        inputs: Capture,
+        mean: bool = True,
+        erase: float = 0.0,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        if not isinstance(inputs, Capture):
+            raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
+        self.inputs = inputs
+        super().__init__(params, settings(locals(), "inputs"))
+
+    def check(self, group: Group) -> None:
+        """Refuse settings that make no sense."""
+        super().check(group)
+        require("erase", group["erase"], 0.0 <= group["erase"] <= 1.0, "in [0, 1]")
+        for parameter in group["params"]:
+            if is_sharded(parameter):
+                raise TypeError(
+                    "DGD does not take sharded parameters (DTensor): a rank sees only its own"
+                    " inputs, but the step needs those of all. Use it without FSDP"
+                )
+
+    def rule(self, group: Group, vector: bool) -> Rule:
+        """DGD where the pairs are known, gradient descent elsewhere."""
+        exact = dgd(mean=group["mean"], erase=group["erase"])
+
+        def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+            return (write, state) if write.x is None else exact.step(write, state, weight, gates)
+
+        return Rule(exact.init, step)
+
+    def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
+        """As ever, and for captured weights the pairs."""
+        items = super().items(group, parameters)
+        if group["lr"] == 0:
+            return items
+        return [
+            self._with_pairs(item, parameter, group["maximize"])
+            if self.inputs.covers(parameter)
+            else item
+            for item, parameter in zip(items, parameters, strict=True)
+        ]
+
+    def _with_pairs(self, item: Item, weight: Tensor, maximize: bool) -> Item:
+        x, u = self.inputs.pairs(weight)
+        return item._replace(
+            x=x.to(item.weight.dtype), u=(-u if maximize else u).to(item.weight.dtype)
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients and captured pairs together."""
+        super().zero_grad(set_to_none)
+        self.inputs.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inputs": self.inputs}
+
+
+class DeltaMomentum(RuleOptimizer):
+    """Momentum that is a memory with the delta rule (Eq. 48-49).
+
+    Before a gradient is stored, what the memory already holds along it is taken out; `rate` is the
+    memory's own, `momentum` its decay. Vectors take the element-wise form of Eq. 100-102.
+    `literal=True` is Eq. 49 as printed, which diverges for large gradients (SPEC.md 10.16).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        *,
+        momentum: float = 0.9,
+        rate: float = 0.5,
+        literal: bool = False,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        super().__init__(params, settings(locals()))
+
+    def check(self, group: Group) -> None:
+        """Refuse settings that make no sense."""
+        super().check(group)
+        check_decays("momentum", (group["momentum"],))
+        require("rate", group["rate"], group["rate"] > 0, "positive")
+
+    def rule(self, group: Group, vector: bool) -> Rule:
+        """Delta momentum for matrices, its element-wise form for vectors."""
+        if group["literal"]:
+            return delta_momentum_literal(decay=group["momentum"])
+        return delta_momentum(decay=group["momentum"], rate=group["rate"], elementwise=vector)
+
+
+class DeepMomentum(RuleOptimizer):
+    """Momentum whose memory is a small MLP, trained at each step (Eq. 50; SPEC.md 10.17).
+
+    `hidden` is its width, `momentum` its decay, `rate` its own learning rate, `gain` (below 1) how far
+    it may bend the gradient. State: `2 * hidden * columns` numbers per matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        *,
+        hidden: int = 16,
+        momentum: float = 0.99,
+        rate: float = 0.5,
+        gain: float = 0.9,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        super().__init__(params, settings(locals()))
+
+    def check(self, group: Group) -> None:
+        """Refuse settings that make no sense."""
+        super().check(group)
+        check_decays("momentum", (group["momentum"],))
+        check_decays("gain", (group["gain"],))
+        require("rate", group["rate"], group["rate"] > 0, "positive")
+        hidden = group["hidden"]
+        require("hidden", hidden, isinstance(hidden, int) and hidden >= 1, "an int of at least 1")
+
+    def rule(self, group: Group, vector: bool) -> Rule:
+        """Deep momentum on the rows; a vector is one row."""
+        return deep_momentum(
+            hidden=group["hidden"],
+            decay=group["momentum"],
+            rate=group["rate"],
+            gain=group["gain"],
+        )

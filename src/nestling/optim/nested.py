@@ -1,0 +1,174 @@
+"""Levels across steps (Eq. 71): each level has its parameters, its optimizer and its own clock.
+
+A level with chunk C collects the gradients of C steps and then takes one step of its optimizer.
+What was collected is state: it survives `zero_grad` and is saved and resumed in the middle of a
+chunk.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nestling.levels import Level
+from nestling.optim.delta import DGD
+
+__all__ = ["NestedOptimizer"]
+
+Factory = Callable[[list[Any]], Optimizer]
+Part = tuple[Level, Iterable[Any], Factory]
+KEPT = ("nested.sum", "nested.count")
+
+
+class NestedOptimizer(Optimizer):
+    """An optimizer of optimizers, one per level (Eq. 71).
+
+        NestedOptimizer([
+            (Level(name="fast", chunk=1), fast_parameters, lambda p: M3(p, lr=1e-3)),
+            (Level(name="slow", chunk=16), slow_parameters, lambda p: M3(p, lr=1e-3)),
+        ])
+
+    `reduce` says what a level's optimizer sees of its chunk: the "mean" of the gradients (default)
+    or their "sum", as Eq. 71 is printed. A level of chunk `math.inf` never changes. The param
+    groups are those of the levels' optimizers, with the level's name under "level", so schedulers
+    work as usual.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, reduce: str = "mean") -> None:
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f"reduce must be 'mean' or 'sum', got {reduce!r}")
+        self._reduce = reduce
+        self.levels = [level for level, _, _ in parts]
+        names = [level.name for level in self.levels]
+        if len(set(names)) < len(names):
+            raise ValueError(f"every level needs a name of its own, got {names}")
+        self.optimizers = [factory(list(params)) for _, params, factory in parts]
+        for level, optimizer in zip(self.levels, self.optimizers, strict=True):
+            if isinstance(optimizer, DGD) and level.chunk != 1:
+                raise ValueError(
+                    f"level {level.name!r}: DGD needs the pairs of every step and cannot wait for a"
+                    f" chunk of {level.chunk}; give it chunk=1"
+                )
+        everything = [p for optimizer in self.optimizers for p in _parameters(optimizer)]
+        if len(set(everything)) < len(everything):
+            raise ValueError("a parameter belongs to one level only; one was given to two")
+        super().__init__(everything, {})
+        self._kept: dict[Tensor, dict[str, Tensor]] = {}
+        for level, optimizer in zip(self.levels, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group.update(level=level.name, position=0)
+        self._join()
+
+    @property
+    def position(self) -> int:
+        """How many steps were taken."""
+        return int(self.param_groups[0]["position"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collect this step's gradients and step every level that is due."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        position = self.position + 1
+        for group in self.param_groups:
+            group["position"] = position
+        for level, optimizer in zip(self.levels, self.optimizers, strict=True):
+            if level.chunk == 1:
+                optimizer.step()
+                continue
+            for parameter in _parameters(optimizer):
+                self._collect(parameter)
+            if level.due(position):
+                self._release(optimizer, 1.0 / level.chunk if self._reduce == "mean" else 1.0)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the parameters' gradients; what levels have collected stays."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at construction: a parameter must belong to a level."""
+        if hasattr(self, "_kept"):
+            raise NotImplementedError(
+                "NestedOptimizer: name all parameters of a level when it is made"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The levels' states and what they have collected ("nested.sum", "nested.count")."""
+        packed = super().state_dict()
+        indices = [i for group in packed["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, _parameters(self), strict=True):
+            if parameter in self._kept:
+                entry = packed["state"].get(index, {})
+                packed["state"][index] = {**entry, **self._kept[parameter]}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken, also in the middle of a chunk."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the saved state has {len(groups)} parameter groups, this optimizer has"
+                f" {len(self.param_groups)}"
+            )
+        begin = 0
+        self._kept = {}
+        for optimizer in self.optimizers:
+            own = groups[begin : begin + len(optimizer.param_groups)]
+            begin += len(own)
+            self._load(optimizer, own, state_dict["state"])
+        self._join()
+
+    def _load(self, optimizer: Optimizer, groups: list[Any], states: dict[Any, Any]) -> None:
+        indices = [i for group in groups for i in group["params"]]
+        entries = {i: states[i] for i in indices if i in states}
+        plain = {i: {k: v for k, v in e.items() if k not in KEPT} for i, e in entries.items()}
+        plain = {i: entry for i, entry in plain.items() if entry}
+        optimizer.load_state_dict({"state": plain, "param_groups": groups})
+        for index, parameter in zip(indices, _parameters(optimizer), strict=True):
+            kept = {k: entries[index][k].clone() for k in KEPT if k in entries.get(index, {})}
+            if kept:
+                self._kept[parameter] = kept
+
+    def _join(self) -> None:
+        """One list of groups and one state: schedulers and checkpoints see one optimizer."""
+        self.param_groups = [group for o in self.optimizers for group in o.param_groups]
+        self.state = defaultdict(dict)
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
+
+    def _collect(self, parameter: Tensor) -> None:
+        if parameter not in self._kept:
+            exact = torch.promote_types(parameter.dtype, torch.float32)
+            zeros = torch.zeros_like(parameter, dtype=exact)
+            self._kept[parameter] = dict(zip(KEPT, (zeros, torch.tensor(0.0)), strict=True))
+        if parameter.grad is not None:
+            total, count = (self._kept[parameter][key] for key in KEPT)
+            total += parameter.grad
+            count += 1
+
+    def _release(self, optimizer: Optimizer, factor: float) -> None:
+        """One step of a level with what it has collected, and a new start."""
+        own = {parameter: parameter.grad for parameter in _parameters(optimizer)}
+        for parameter in own:
+            total, count = (self._kept[parameter][key] for key in KEPT)
+            parameter.grad = (total * factor).to(parameter.dtype) if count else None
+        optimizer.step()
+        for parameter, grad in own.items():
+            parameter.grad = grad
+            for key in KEPT:
+                self._kept[parameter][key].zero_()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
