@@ -135,8 +135,8 @@ class DeltaMomentum(RuleOptimizer):
 class DeepMomentum(RuleOptimizer):
     """Momentum whose memory is a small MLP, trained at each step (Eq. 50; SPEC.md 10.17).
 
-    `hidden` is its width, `momentum` its decay, `rate` its own learning rate, `gain` (below 1) how far
-    it may bend the gradient. State: `2 * hidden * columns` numbers per matrix.
+    `hidden` is its width, `momentum` its decay, `rate` its own learning rate, `gain` (below 1) how
+    far it may bend the gradient. State: `2 * hidden * columns` numbers per matrix.
     """
 
     def __init__(

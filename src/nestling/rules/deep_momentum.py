@@ -57,10 +57,10 @@ def deep_momentum(
         leading = weight.shape[:-2]
         # A fixed orthonormal start, the same in every process: cosines of rising frequency.
         at = torch.arange(inputs, device=weight.device, dtype=torch.float64) + 0.5
-        order = torch.arange(hidden, device=weight.device, dtype=torch.float64)
+        order = torch.arange(min(hidden, inputs), device=weight.device, dtype=torch.float64)
         basis = torch.cos(torch.pi / inputs * order[:, None] * at)  # [H, Di]
         basis = basis / torch.linalg.vector_norm(basis, dim=-1, keepdim=True).clamp(min=TINY)
-        inner = basis.to(weight.dtype).expand(*leading, hidden, inputs).clone()
+        inner = basis.to(weight.dtype).expand(*leading, *basis.shape).clone()
         return DeepMomentumState(inner, inner.mT.clone())
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
