@@ -111,11 +111,10 @@ def test_two_layer_memories(name):
         compare(RULES[name], tokens, position, deep=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "deep"), list(itertools.product(["stage 3", "l2", "no erase"], [0, 1]))
-)
+@pytest.mark.parametrize("name", ["stage 3", "l2", "no erase"])
+@pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
-    compare(RULES[name], 9, 3, momentum=True, deep=bool(deep))
+    compare(RULES[name], 9, 3, momentum=True, deep=deep)
 
 
 @pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}])

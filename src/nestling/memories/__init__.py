@@ -1,7 +1,19 @@
 """Memories: sequence layers with explicit state that read and write in context (Eq. 5, 14-18,
-61-69, 76-93)."""
+61-69, 76-93). `core` says what a memory is."""
 
+from nestling.memories.attention import Attention, AttentionConfig
 from nestling.memories.core import Memory
+from nestling.memories.linear import (
+    DeltaNetConfig,
+    GatedDeltaConfig,
+    LinearAttentionConfig,
+    LinearConfig,
+    LinearMemory,
+    RetentionConfig,
+)
+from nestling.memories.oja import OjaConfig
+from nestling.memories.omega import Omega, OmegaConfig
+from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
 from nestling.memories.state import (
     state_detach,
     state_repeat,
@@ -11,9 +23,25 @@ from nestling.memories.state import (
     tree_leaves,
     tree_map,
 )
+from nestling.memories.titans import Titans, TitansConfig
 
 __all__ = [
+    "Attention",
+    "AttentionConfig",
+    "DeltaNetConfig",
+    "GatedDeltaConfig",
+    "LinearAttentionConfig",
+    "LinearConfig",
+    "LinearMemory",
     "Memory",
+    "OjaConfig",
+    "Omega",
+    "OmegaConfig",
+    "RetentionConfig",
+    "SelfModifying",
+    "SelfModifyingConfig",
+    "Titans",
+    "TitansConfig",
     "state_detach",
     "state_repeat",
     "state_select",

@@ -29,7 +29,7 @@ memory as it stands: every token is a query of its own, nothing changes, the con
 
 A memory implements `init`, `run` and `read`; `forward` and `write` are common. `run` gets tokens
 already packed: real tokens first, `valid` ([B, T] bool, a prefix of True per row) or None if all
-are real, and T >= 1.
+are real, and T >= 1; `position` is the one all sequences stand at, or None when they differ.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Memory(nn.Module, abc.ABC):
         """The state before the first token. Device and dtype default to the parameters'."""
 
     @abc.abstractmethod
-    def run(self, x: Tensor, state: Any, valid: Tensor | None) -> tuple[Tensor, Any]:
+    def run(
+        self, x: Tensor, state: Any, valid: Tensor | None, position: int | None
+    ) -> tuple[Tensor, Any]:
         """Process packed tokens: [B, N, D], N >= 1, `valid` a prefix of True per row or None."""
 
     @abc.abstractmethod
@@ -116,16 +118,17 @@ class Memory(nn.Module, abc.ABC):
     ) -> tuple[Tensor, Any]:
         """Read and write every token in turn: outputs [B, T, D] and the state after the last."""
         self._check(x, state, mask)
+        position = 0 if state is None or x.shape[0] == 0 else same_position(state.position)
         if state is None:
             state = self.init(x.shape[0], device=x.device)
-        if x.shape[1] == 0:
+        if x.shape[0] == 0 or x.shape[1] == 0:
             return x, state
         if mask is None or bool(mask.all()):
-            return self.run(x, state, None)
+            return self.run(x, state, None, position)
         packed = pack(mask)
         if packed.order.shape[1] == 0:
             return torch.zeros_like(x), state
-        y, state = self.run(packed.gather(x), state, packed.valid)
+        y, state = self.run(packed.gather(x), state, packed.valid, position)
         return packed.scatter(y, x.shape[1]), state
 
     def write(self, x: Tensor, state: Any = None, mask: Tensor | None = None) -> Any:

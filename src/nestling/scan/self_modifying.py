@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestling.scan.self_modifying_segment import segment
+from nestling.scan.self_modifying_segment import answer, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
-__all__ = ["scan_self_modifying"]
+__all__ = ["answer", "scan_self_modifying"]
 
 
 def scan_self_modifying(

@@ -16,7 +16,7 @@ from torch.nn.functional import pad, silu
 
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, unit
 
-__all__ = ["Decay", "decays", "segment"]
+__all__ = ["Decay", "answer", "decays", "segment"]
 
 
 class Decay(NamedTuple):
@@ -156,8 +156,8 @@ def _answers(weights: Weights, x: Tensor) -> Tensor:
     return z if weights.second is None else x + silu(z) @ weights.second.mT
 
 
-def _answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
-    """What one memory says: [b, C, d] -> [b, C, d]."""
+def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
+    """What one memory says: [b, C, d] -> [b, C, d] (Eq. 89, 91)."""
     z = x @ weights.first[:, slot].mT
     return z if weights.second is None else x + silu(z) @ weights.second[:, slot].mT
 
@@ -165,7 +165,7 @@ def _answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
 def _project(rule: SelfRule, start: Weights, name: str, part: Inputs) -> Tensor:
     slot = rule.slot(name)
     if slot is not None:
-        return unit(_answer(start, slot, part.x))
+        return unit(answer(start, slot, part.x))
     static: Tensor | None = getattr(part, name)
     if static is None:
         raise ValueError(f"{name} is no memory of this rule, so Inputs.{name} must be given")
@@ -177,7 +177,7 @@ def _gates(rule: SelfRule, start: Weights, part: Inputs) -> tuple[Tensor, Tensor
     raw = []
     for i, name in enumerate(("eta", "alpha")):
         slot = rule.slot(name)
-        seen = part.x if slot is None else _answer(start, slot, part.x)
+        seen = part.x if slot is None else answer(start, slot, part.x)
         raw.append((seen @ part.readout[:, i].unsqueeze(-1)).squeeze(-1) + part.bias[:, i : i + 1])
     retain = rule.retain_max * torch.sigmoid(raw[1])
     rate = retain * rule.rate_max * torch.sigmoid(raw[0])
@@ -229,7 +229,7 @@ def segment(
         pair = (pair[0].expand(-1, pair[1].shape[1], -1, -1), pair[1])
         layers.append(_write(rule, weighted[i], moved, pair, rate.unsqueeze(1), wide, wide_momenta))
     if rule.read_start:
-        y = _answer(start, 0, q)
+        y = answer(start, 0, q)
     else:
         y = _read(layers[0].only(0), q, decay, momenta)
         if len(layers) > 1:

@@ -1,0 +1,195 @@
+"""Matrix memories with static projections: one class, many models (Eq. 5, 14-18, 64-65).
+
+`M_t = M_{t-1} (alpha_t I - eta_t k_t k_t^T) + eta_t v_t k_t^T`, read `y_t = M_t q_t`. Without the
+`k k^T` term it is Hebbian: linear attention (alpha = 1) or, with retention, RetNet and its kin.
+With it, it is DeltaNet, and gated delta with retention. The configurations name the members.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from nestling.memories.core import Memory, advance, state_dtype
+from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
+from nestling.scan import scan
+from nestling.scan.self_modifying_types import unit
+
+__all__ = [
+    "DeltaNetConfig",
+    "GatedDeltaConfig",
+    "Gates",
+    "LinearAttentionConfig",
+    "LinearConfig",
+    "LinearMemory",
+    "LinearState",
+    "RetentionConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """A matrix memory with static projections.
+
+    erase: learn by the delta rule (Eq. 65) instead of adding (Eq. 15). retain: "all" keeps
+    everything, "fixed" forgets at one pace per head (RetNet), "gated" as each token says. rate:
+    "one", or "gated"; negative doubles gated rates, so that eigenvalues reach -1. chunk: tokens
+    solved together, without effect on the result.
+    """
+
+    width: int
+    heads: int
+    erase: bool = True
+    retain: str = "gated"
+    rate: str = "gated"
+    negative: bool = False
+    chunk: int = 64
+    conv: int = 4
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self.width, self.heads, self.conv)
+        whole_number("chunk", self.chunk)
+        if self.retain not in ("all", "fixed", "gated"):
+            raise ValueError(f"retain must be 'all', 'fixed' or 'gated'; got {self.retain!r}")
+        if self.rate not in ("one", "gated"):
+            raise ValueError(f"rate must be 'one' or 'gated'; got {self.rate!r}")
+
+    def scan(
+        self, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
+        rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
+        return scan(weight, k, v, rate, retain, q, rule=rule, chunk=self.chunk, check=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig(LinearConfig):
+    """Linear attention, `M_t = M_{t-1} + v_t k_t^T` (Eq. 14-18)."""
+
+    erase: bool = False
+    retain: str = "all"
+    rate: str = "one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionConfig(LinearConfig):
+    """Hebbian with decay, `M_t = alpha M_{t-1} + v_t k_t^T` (Eq. 64); RetNet: one alpha a head."""
+
+    erase: bool = False
+    retain: str = "fixed"
+    rate: str = "one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetConfig(LinearConfig):
+    """DeltaNet, `M_t = M_{t-1} (I - eta_t k_t k_t^T) + eta_t v_t k_t^T` (Eq. 65)."""
+
+    retain: str = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig(LinearConfig):
+    """The delta rule with a retention that each token chooses."""
+
+
+class LinearState(NamedTuple):
+    """Tokens seen, the convolution's tail, and the memory of each head."""
+
+    position: Tensor  # [B] int64
+    tail: Tensor  # [B, conv - 1, D]
+    weight: Tensor  # [B, H, d, d]
+
+
+class Gates(nn.Module):
+    """Rate and retention of each token and head, bounded; padding neither writes nor decays.
+
+    Retention starts where half of a write survives 512 tokens or more, and rates at 0.5.
+    """
+
+    def __init__(self, config: LinearConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rate = nn.Linear(config.width, config.heads) if config.rate == "gated" else None
+        self.retain = nn.Linear(config.width, config.heads) if config.retain == "gated" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer, bias in ((self.rate, 0.0), (self.retain, 6.5)):
+            if layer is not None:
+                nn.init.normal_(layer.weight, std=0.1 / math.sqrt(self.config.width))
+                nn.init.constant_(layer.bias, bias)
+
+    def forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> rate and retention, each [B, H, T]."""
+        shape = (x.shape[0], self.config.heads, x.shape[1])
+        fast = state_dtype(x.dtype)
+        if self.rate is None:
+            rate = x.new_ones(shape, dtype=fast)
+        else:
+            most = 2.0 if self.config.negative else 1.0
+            rate = most * torch.sigmoid(self.rate(x).to(fast)).transpose(1, 2)
+        if self.retain is not None:
+            retain = logsigmoid(self.retain(x).to(fast)).exp().transpose(1, 2)
+        elif self.config.retain == "fixed":
+            pace = torch.arange(self.config.heads, device=x.device, dtype=fast)
+            retain = (1 - 2.0 ** (-7 - pace)).view(1, -1, 1).expand(shape)
+        else:
+            retain = x.new_ones(shape, dtype=fast)
+        if valid is not None:
+            rate = rate * valid.unsqueeze(1)
+            retain = torch.where(valid.unsqueeze(1), retain, 1.0)
+        return rate, retain
+
+
+class LinearMemory(Memory):
+    """A matrix memory per head with static projections (Eq. 5, 14-18, 64-65)."""
+
+    def __init__(self, config: LinearConfig) -> None:
+        super().__init__()
+        self.config, self.width = config, config.width
+        size = config.width // config.heads
+        self.shell = Shell(config.width, config.heads, 3, conv=config.conv, gate=config.gate)
+        self.gates = Gates(config)
+        self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def init(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearState:
+        """The trained initial memory (zero at first) for every sequence."""
+        device = self.weight.device if device is None else torch.device(device)
+        dtype = self.weight.dtype if dtype is None else dtype
+        weight = self.weight.to(device, state_dtype(dtype))
+        return LinearState(
+            torch.zeros(batch_size, dtype=torch.int64, device=device),
+            self.shell.init(batch_size, device, dtype),
+            weight.expand(batch_size, *weight.shape),
+        )
+
+    def run(
+        self, x: Tensor, state: LinearState, valid: Tensor | None, position: int | None
+    ) -> tuple[Tensor, LinearState]:
+        """Project, scan, and project back; see `Memory.run`."""
+        opened = self.shell.open(x, state.tail, valid)
+        q, k, v = opened.parts
+        rate, retain = self.gates(opened.x, valid)
+        y, weight = self.config.scan(state.weight, unit(k), v, unit(q), rate, retain)
+        after = advance(state.position, x, valid)
+        return self.shell.close(y, opened.gate), LinearState(after, opened.tail, weight)
+
+    def read(self, x: Tensor, state: LinearState) -> Tensor:
+        """`M q` for each token, at the memory as it stands."""
+        opened: Opened = self.shell.ask(x, state.tail)
+        return self.shell.close(unit(opened.parts[0]) @ state.weight.mT, opened.gate)

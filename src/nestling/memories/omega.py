@@ -1,0 +1,162 @@
+"""The Omega rule as a memory (Eq. 68): each step learns from the last `window` pairs at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nestling.memories.core import Memory, advance, state_dtype
+from nestling.memories.linear import Gates, LinearConfig
+from nestling.memories.parts import Shell, whole_number
+from nestling.scan.self_modifying_segment import decays
+from nestling.scan.self_modifying_types import unit
+
+__all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OmegaConfig(LinearConfig):
+    """window: how many of the last pairs every step learns from; each counts 1 / window."""
+
+    window: int = 4
+    chunk: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number("window", self.window)
+        if not self.erase:
+            raise ValueError("the Omega rule is on the L2 objective: erase must be True")
+
+
+class OmegaState(NamedTuple):
+    """Tokens seen, the convolution's tail, the memory, and the last `window - 1` pairs."""
+
+    position: Tensor  # [B] int64
+    tail: Tensor  # [B, conv - 1, D]
+    weight: Tensor  # [B, H, d, d]
+    keys: Tensor  # [B, H, window - 1, d]
+    values: Tensor  # [B, H, window - 1, d]
+    rates: Tensor  # [B, H, window - 1], zero where there was no token
+
+
+def omega_scan(
+    weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor, *, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Reads and end state of `M_t = alpha_t M_{t-1} - sum_i eta_i grad |M k_i - v_i|^2 / 2`, the
+    sum over token t's window, all gradients at `M_{t-1}` (Eq. 68).
+
+    k, v are [..., T, c, d] and rate [..., T, c]: the c pairs of each token's window; q [..., T, d],
+    retain [..., T]. As in the one kernel, what a chunk writes solves one triangular system; pairs
+    of the same token do not see each other.
+    """
+    reads = []
+    window = k.shape[-2]
+    for at in range(0, q.shape[-2], chunk):
+        now = slice(at, at + chunk)
+        keys, values, eta = k[..., now, :, :], v[..., now, :, :], rate[..., now, :]
+        decay = decays(retain[..., now].log())
+        keys, values = keys.flatten(-3, -2), values.flatten(-3, -2)  # [..., C c, d]
+        eta = eta.flatten(-2, -1).unsqueeze(-1)
+        ratio = decay.ratio.repeat_interleave(window, -1)  # [..., C, C c]: zero from token t on
+        before = decay.before.repeat_interleave(window, -1).unsqueeze(-1)
+        system = eta * ratio.repeat_interleave(window, -2) * (keys @ keys.mT)
+        right = eta * (values - before * (keys @ weight.mT))
+        w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        reads.append(_read(weight, keys, w, q[..., now, :], retain[..., now], window))
+        tail = decay.tail.repeat_interleave(window, -1).unsqueeze(-1)
+        weight = decay.whole[..., None, None] * weight + (tail * w).mT @ keys
+    return torch.cat(reads, -2), weight
+
+
+def _read(
+    weight: Tensor, keys: Tensor, w: Tensor, q: Tensor, retain: Tensor, window: int
+) -> Tensor:
+    """`M_t q_t` with the state after each token."""
+    g = retain.log().cumsum(-1)
+    size = g.shape[-1]
+    upper = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
+    gap = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(upper, -torch.inf)
+    ratio = gap.exp().repeat_interleave(window, -1)
+    return g.exp().unsqueeze(-1) * (q @ weight.mT) + (ratio * (q @ keys.mT)) @ w
+
+
+class Omega(Memory):
+    """A matrix memory per head that learns by the Omega rule (Eq. 68) with retention."""
+
+    def __init__(self, config: OmegaConfig) -> None:
+        super().__init__()
+        self.config, self.width = config, config.width
+        size = config.width // config.heads
+        self.shell = Shell(config.width, config.heads, 3, conv=config.conv, gate=config.gate)
+        self.gates = Gates(config)
+        self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def init(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> OmegaState:
+        """The trained initial memory (zero at first) and an empty window for every sequence."""
+        device = self.weight.device if device is None else torch.device(device)
+        dtype = self.weight.dtype if dtype is None else dtype
+        weight = self.weight.to(device, state_dtype(dtype))
+        heads, size = weight.shape[:2]
+        pairs = weight.new_zeros(batch_size, heads, self.config.window - 1, size)
+        return OmegaState(
+            torch.zeros(batch_size, dtype=torch.int64, device=device),
+            self.shell.init(batch_size, device, dtype),
+            weight.expand(batch_size, *weight.shape),
+            pairs,
+            pairs.clone(),
+            pairs[..., 0].clone(),
+        )
+
+    def run(
+        self, x: Tensor, state: OmegaState, valid: Tensor | None, position: int | None
+    ) -> tuple[Tensor, OmegaState]:
+        """Project, gather each token's window, scan, and project back; see `Memory.run`."""
+        opened = self.shell.open(x, state.tail, valid)
+        q, k, v = opened.parts
+        rate, retain = self.gates(opened.x, valid)
+        window, tokens = self.config.window, x.shape[1]
+        keys = torch.cat([state.keys, unit(k)], 2)
+        values = torch.cat([state.values, v], 2)
+        rates = torch.cat([state.rates, rate], 2)
+        eta = rates.unfold(2, window, 1) / window  # [B, H, T, c]
+        if valid is not None:
+            eta = eta * valid[:, None, :, None]
+        y, weight = omega_scan(
+            state.weight,
+            keys.unfold(2, window, 1).mT,
+            values.unfold(2, window, 1).mT,
+            unit(q),
+            eta,
+            retain,
+            chunk=self.config.chunk,
+        )
+        count = valid.sum(1) if valid is not None else x.new_full(x.shape[:1], tokens).long()
+        last = count.unsqueeze(1) + torch.arange(window - 1, device=x.device)
+        pick = last[:, None, :].expand(-1, self.config.heads, -1)
+        wide = pick.unsqueeze(-1).expand(-1, -1, -1, k.shape[-1])
+        after = OmegaState(
+            advance(state.position, x, valid),
+            opened.tail,
+            weight,
+            keys.gather(2, wide),
+            values.gather(2, wide),
+            rates.gather(2, pick),
+        )
+        return self.shell.close(y, opened.gate), after
+
+    def read(self, x: Tensor, state: OmegaState) -> Tensor:
+        """`M q` for each token, at the memory as it stands."""
+        opened = self.shell.ask(x, state.tail)
+        return self.shell.close(unit(opened.parts[0]) @ state.weight.mT, opened.gate)

@@ -1,0 +1,138 @@
+"""What the memories share: the causal convolution, heads, and checks of their sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from nestling.memories.core import state_dtype
+
+__all__ = [
+    "CausalConv",
+    "Opened",
+    "Shell",
+    "check_sizes",
+    "merge_heads",
+    "split_heads",
+    "whole_number",
+]
+
+
+def whole_number(name: str, value: object, least: int = 1) -> None:
+    """Reject what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+
+
+def check_sizes(width: int, heads: int, conv: int = 1) -> None:
+    """Reject a width that the heads do not divide, and a convolution without a tap."""
+    whole_number("width", width)
+    whole_number("heads", heads)
+    whole_number("conv", conv)
+    if width % heads:
+        raise ValueError(f"heads must divide width; got heads={heads} and width={width}")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, D] -> [B, H, T, D / H]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, D / H] -> [B, T, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+class CausalConv(nn.Module):
+    """A convolution over the last `size` tokens, channel by channel, with its tail as state.
+
+    It starts near the identity: the newest token's tap is one, the older ones are small.
+    """
+
+    def __init__(self, width: int, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        size = self.weight.shape[0]
+        with torch.no_grad():
+            nn.init.normal_(self.weight, std=0.5 / math.sqrt(size))
+            self.weight[-1] = 1.0
+
+    def init(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The tail before the first token: [B, size - 1, D] zeros."""
+        size, width = self.weight.shape
+        return torch.zeros(batch_size, size - 1, width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, tail: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, T, D] and the inputs before it, [B, size - 1, D]; the new tail ends at each row's
+        last valid token."""
+        size, (_, tokens, width) = self.weight.shape[0], x.shape
+        if size == 1:
+            return x * self.weight[0], tail
+        longer = torch.cat([tail.to(x.dtype), x], 1)
+        y = longer[:, :tokens] * self.weight[0]
+        for i in range(1, size):
+            y = torch.addcmul(y, longer[:, i : i + tokens], self.weight[i])
+        if valid is None:
+            return y, longer[:, tokens:].to(tail.dtype)
+        last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)
+        kept = longer.gather(1, last.unsqueeze(-1).expand(-1, -1, width))
+        return y, kept.to(tail.dtype)
+
+
+class Opened(NamedTuple):
+    """Tokens on their way in: per-head parts, the output gate, the convolved tokens, the tail."""
+
+    parts: list[Tensor]  # each [B, H, T, d], float32 or better
+    gate: Tensor | None  # [B, T, D]
+    x: Tensor  # [B, T, D]
+    tail: Tensor  # [B, conv - 1, D]
+
+
+class Shell(nn.Module):
+    """What surrounds every fast-weight memory: convolution, projections to heads, and back.
+
+    On the way out the reads are normalised per head, gated by the input, and mixed.
+    """
+
+    def __init__(self, width: int, heads: int, parts: int, *, conv: int, gate: bool) -> None:
+        super().__init__()
+        self.width, self.heads, self.gated = width, heads, gate
+        self.conv = CausalConv(width, conv) if conv > 1 else None
+        self.project = nn.Linear(width, (parts + gate) * width, bias=False)
+        self.norm = nn.Parameter(torch.ones(width // heads))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.norm)
+
+    def init(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The convolution's tail before the first token (nothing without a convolution)."""
+        if self.conv is None:
+            return torch.zeros(batch_size, 0, self.width, device=device, dtype=dtype)
+        return self.conv.init(batch_size, device, dtype)
+
+    def open(self, x: Tensor, tail: Tensor, valid: Tensor | None) -> Opened:
+        """Convolve and project tokens: [B, T, D]."""
+        if self.conv is not None:
+            x, tail = self.conv(x, tail, valid)
+        return self.ask(x, tail)
+
+    def ask(self, x: Tensor, tail: Tensor) -> Opened:
+        """Project tokens without the convolution."""
+        pieces = list(self.project(x).split(self.width, dim=-1))
+        gate = pieces.pop() if self.gated else None
+        fast = state_dtype(x.dtype)
+        return Opened([split_heads(p, self.heads).to(fast) for p in pieces], gate, x, tail)
+
+    def close(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """Normalise the reads per head, gate them, mix the heads: [B, H, T, d] -> [B, T, D]."""
+        y = merge_heads(rms_norm(y, self.norm.shape, self.norm.to(y.dtype), 1e-6))
+        y = y.to(self.out.weight.dtype)
+        return self.out(y if gate is None else y * silu(gate))

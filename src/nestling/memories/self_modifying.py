@@ -1,0 +1,230 @@
+"""Self-modifying Titans as a layer (Eq. 76-93): memories that make their own keys, values, rates
+and retentions, and rewrite all of these in context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nestling.memories.core import Memory, advance, state_dtype
+from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
+from nestling.memories.state import tree_map
+from nestling.scan.self_modifying import answer, scan_self_modifying
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
+
+__all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfModifyingConfig:
+    """A block of self-modifying memories; the rule's options are those of `SelfRule`.
+
+    adaptive: which projections are memories, of ("k", "v", "eta", "alpha", "q"); none and
+        `own_values=False` is stage 1 (Eq. 76-78), `own_values=False` stage 2 (Eq. 79-82), the
+        default stage 3 (Eq. 83-88), with q static (SPEC 10.9).
+    expansion: 0 for matrix memories, otherwise the hidden width of 2-layer residual ones (Eq. 89)
+        in head widths.
+    chunk, chunk_others: tokens between two updates of what the main memory, and the other memories,
+        take their errors and projections from (Eq. 90).
+    momentum: a gate theta carries writes on (SPEC 10.18). negative: rates up to twice the
+        retention, so that a write can flip the sign of what is stored (parity needs it).
+    """
+
+    width: int
+    heads: int
+    adaptive: tuple[str, ...] = ("k", "v", "eta", "alpha")
+    objective: str = "dot"
+    own_values: bool = True
+    erase: bool = True
+    momentum: bool = False
+    negative: bool = False
+    expansion: int = 0
+    chunk: int = 64
+    chunk_others: int = 64
+    read_start: bool = False
+    retain_max: float = 0.9999
+    clip: float = 1.0
+    conv: int = 4
+    gate: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "adaptive", tuple(self.adaptive))
+        check_sizes(self.width, self.heads, self.conv)
+        whole_number("expansion", self.expansion, least=0)
+        whole_number("chunk", self.chunk)
+        whole_number("chunk_others", self.chunk_others)
+        self.rule  # noqa: B018  (checks the rest)
+
+    @property
+    def rule(self) -> SelfRule:
+        """The rule by which all memories of the block learn."""
+        return SelfRule(
+            adaptive=self.adaptive,
+            objective=self.objective,
+            own_values=self.own_values,
+            erase=self.erase,
+            rate_max=2.0 if self.negative else 1.0,
+            retain_max=self.retain_max,
+            clip=self.clip,
+            chunk=self.chunk,
+            chunk_others=self.chunk_others,
+            read_start=self.read_start,
+        )
+
+
+class SelfModifyingState(NamedTuple):
+    """Per sequence: tokens seen, the convolution's tail, the running weights of all memories, and
+    the weights at the start of each memory's running chunk."""
+
+    position: Tensor  # [B] int64
+    tail: Tensor  # [B, conv - 1, D]
+    weights: Weights  # [B, H, N, ., .]
+    start: Weights  # [B, H, N, ., .]
+
+
+RATE, RETAIN, THETA = 0.1, 0.9985, 0.9
+"""Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest."""
+
+
+class SelfModifying(Memory):
+    """Self-modifying Titans: `y = M_mem(q)`, with k, v, eta and alpha from memories that all learn
+    their own values by delta gradient descent with retention (Eq. 83-88, chunked as Eq. 90).
+
+    The convolved input is projected to the heads; inside a head everything is in context. The reads
+    are normalised, gated and projected back.
+    """
+
+    def __init__(self, config: SelfModifyingConfig) -> None:
+        super().__init__()
+        self.config, self.rule, self.width = config, config.rule, config.width
+        width, heads = config.width, config.heads
+        size, many = width // heads, len(self.rule.names)
+        hidden = config.expansion * size
+        self.static = tuple(n for n in ("k", "v", "q") if n not in config.adaptive)
+        self.shell = Shell(width, heads, 1 + len(self.static), conv=config.conv, gate=config.gate)
+        self.readout = nn.Parameter(torch.empty(heads, 2, size))
+        self.bias = nn.Parameter(torch.empty(heads, 2))
+        self.first = nn.Parameter(torch.empty(heads, many, hidden or size, size))
+        self.second: nn.Parameter | None = None
+        if hidden:
+            self.second = nn.Parameter(torch.empty(heads, many, size, hidden))
+        self.theta: nn.Linear | None = None
+        if config.momentum:
+            self.theta = nn.Linear(width, heads)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial weights: k and v project at random, the main memory starts near the identity."""
+        size = self.first.shape[-1]
+        rate = RATE / self.rule.rate_max
+        retain = RETAIN / self.rule.retain_max
+        with torch.no_grad():
+            nn.init.normal_(self.readout, std=0.1 / math.sqrt(size))
+            self.bias[:, 0] = math.log(rate / (1 - rate))
+            self.bias[:, 1] = math.log(retain / (1 - retain))
+            nn.init.normal_(self.first, std=1 / math.sqrt(size))
+            if self.second is not None:
+                nn.init.normal_(self.second, std=1 / math.sqrt(self.second.shape[-1]))
+            if self.theta is not None:
+                nn.init.normal_(self.theta.weight, std=0.02)
+                nn.init.zeros_(self.theta.bias)
+
+    def init(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SelfModifyingState:
+        """Trained initial weights for every sequence, position 0."""
+        device = self.first.device if device is None else torch.device(device)
+        dtype = self.first.dtype if dtype is None else dtype
+        fast = state_dtype(dtype)
+
+        def spread(weight: Tensor) -> Tensor:
+            return weight.to(device, fast).unsqueeze(0).expand(batch_size, *weight.shape)
+
+        first = spread(self.first)
+        second = None if self.second is None else spread(self.second)
+        moved = None
+        if self.config.momentum:
+            moved = tuple(torch.zeros_like(w) for w in (first, second) if w is not None)
+        position = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        tail = self.shell.init(batch_size, device, dtype)
+        return SelfModifyingState(
+            position, tail, Weights(first, second, moved), Weights(first, second)
+        )
+
+    def run(
+        self, x: Tensor, state: SelfModifyingState, valid: Tensor | None, position: int | None
+    ) -> tuple[Tensor, SelfModifyingState]:
+        """Convolve, project, scan, and project back; see `Memory.run`."""
+        batch = x.shape[0]
+        opened = self.shell.open(x, state.tail, valid)
+        inputs = self._inputs(opened, valid)
+        where: int | Tensor
+        if position is None:
+            where = state.position.repeat_interleave(self.config.heads)
+        else:
+            where = position
+        weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
+        y, weights, start = scan_self_modifying(self.rule, inputs, weights, start, where)
+        weights, start = (
+            tree_map(lambda w: w.unflatten(0, (batch, -1)), part) for part in (weights, start)
+        )
+        y = self.shell.close(y.unflatten(0, (batch, -1)), opened.gate)
+        position_after = advance(state.position, x, valid)
+        return y, SelfModifyingState(position_after, opened.tail, weights, start)
+
+    def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
+        """What the main memory says to each token now (Eq. 83); q is static, or from M_q."""
+        opened = self.shell.ask(x, state.tail)
+        inputs = self._inputs(opened, None)
+        weights = tree_map(_fold, state.weights)
+        q, slot = inputs.q, self.rule.slot("q")
+        if q is None:
+            q = unit(answer(tree_map(_fold, state.start), slot or 0, inputs.x))
+        y = answer(weights, 0, q)
+        return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
+
+    def bound(self) -> Tensor:
+        """The largest norm any row of a memory's weights can ever have, [layers] (SPEC 10.8).
+
+        For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
+        when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as
+        large; with momentum `max(|w_0|, r / (1 - a))`, where r = rate c / (1 - theta) bounds it.
+        """
+        a, c = self.rule.retain_max, self.rule.clip
+        if self.config.momentum:
+            most = self.rule.rate_max * a * c / (1 - THETA) / (1 - a)
+        elif self.rule.rate_max > 1 or not self.rule.erase:
+            most = self.rule.rate_max * a * c / (1 - a)
+        else:
+            most = a * c / math.sqrt(1 - a * a)
+        rows = [w.detach().norm(dim=-1).max() for w in (self.first, self.second) if w is not None]
+        return torch.stack(rows).clamp_min(most)
+
+    def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
+        """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
+        heads, batch = self.config.heads, opened.x.shape[0]
+        x, *rest = (part.flatten(0, 1) for part in opened.parts)
+        given = {name: unit(part) for name, part in zip(self.static, rest, strict=True)}
+        theta = None
+        if self.theta is not None:
+            theta = THETA * torch.sigmoid(self.theta(opened.x).to(x.dtype))
+            theta = theta.transpose(1, 2).flatten(0, 1)
+        readout, bias = (
+            part.to(x.dtype).expand(batch, *part.shape).flatten(0, 1)
+            for part in (self.readout, self.bias)
+        )
+        if valid is not None:
+            valid = valid.repeat_interleave(heads, 0)
+        return Inputs(x, readout, bias, **given, theta=theta, valid=valid)
+
+
+def _fold(weight: Tensor) -> Tensor:
+    return weight.flatten(0, 1)
