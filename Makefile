@@ -20,7 +20,7 @@ test: .venv/.ready  ## Set up, then lint, type-check and run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 demo: .venv/.ready  ## Set up, then run the main job
-	$(BIN)/python examples/first_look.py
+	$(BIN)/nestling demo --out runs/demo
 
 check: .venv/.ready  ## Lint, formatting, types and layer order
 	$(BIN)/ruff check .

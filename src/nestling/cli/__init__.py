@@ -14,6 +14,7 @@ from collections.abc import Sequence
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
+    "demo": "train Hope and a Transformer, compare them on unseen text, write a report",
     "train": "train a model from a recipe; run the same command again to go on",
     "generate": "let a model write",
     "eval": "perplexity on a file, loss against position",

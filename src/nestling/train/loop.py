@@ -69,7 +69,9 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
 
 
 def _export(session: Session, folder: Path) -> None:
-    weights = whole(session.bare.state_dict())
+    tied = session.bare._tied_weights_keys if session.bare.config.tie_word_embeddings else {}
+    weights = {k: v for k, v in session.bare.state_dict().items() if k not in tied}
+    weights = whole(weights)
     if session.world.main:
         session.bare.save_pretrained(folder, state_dict=weights)
         session.encoder.tokenizer.save_pretrained(folder)

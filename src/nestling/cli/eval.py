@@ -1,0 +1,80 @@
+"""`nestling eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+__all__ = ["parser", "run"]
+
+_EXAMPLES = """examples:
+  nestling eval runs/tiny/model book.txt
+  nestling eval runs/tiny/model book.txt --bins 12 --out loss.json
+  nestling eval runs/tiny/model --tasks wikitext,lambada_openai       (needs nestling[eval])
+
+A file is read as one stream, in constant memory for models whose memory has a fixed size, so the
+loss at position 100,000 is the loss of a model that has read all of it."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="nestling eval",
+        description="Perplexity on a file and loss against position, or tasks of lm-eval.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("model", help="folder of a model")
+    made.add_argument("file", nargs="?", type=Path, help="text to read")
+    made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
+    made.add_argument("--tokens", type=int, help="read at most this many tokens")
+    made.add_argument("--tasks", help="lm-eval tasks, separated by commas")
+    made.add_argument("--out", type=Path, help="write the figures as JSON")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was measured."""
+    if (arguments.file is None) == (arguments.tasks is None):
+        raise ValueError("give a file to read, or --tasks")
+    found = _tasks(arguments) if arguments.tasks else _file(arguments)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _file(arguments: argparse.Namespace) -> dict[str, object]:
+    from nestling.cli.generate import load
+    from nestling.evaluate.lm import loss_by_position
+
+    if not arguments.file.is_file():
+        raise ValueError(f"{arguments.file}: no such file")
+    model, tokenizer = load(arguments.model)
+    ids = tokenizer(  # type: ignore[operator]
+        arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
+    ).input_ids
+    result = loss_by_position(model, ids[: arguments.tokens], bins=arguments.bins)
+    print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+    for start, stop, loss in result.bins:
+        print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
+    return result._asdict()
+
+
+def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
+    from nestling.cli.generate import load
+
+    model, tokenizer = load(arguments.model)
+    results = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=arguments.tasks.split(",")
+    )["results"]
+    for task, figures in results.items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                print(f"{task}  {name}  {value:.4f}")
+    return dict(results)

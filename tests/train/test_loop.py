@@ -1,0 +1,175 @@
+"""Real runs in real processes: killed, stopped, poisoned, and split over two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nestling.train.checkpoint import checkpoints, load_checkpoint
+
+SMALL = [
+    "model.fields.hidden_size=32",
+    "model.fields.num_hidden_layers=1",
+    "model.fields.num_attention_heads=2",
+    "model.fields.intermediate_size=32",
+    "data.train=builtin:6",
+    "data.valid=builtin:6-7",
+    "data.length=32",
+    "run.rows=4",
+    "run.steps=12",
+    "run.eval_every=6",
+    "run.eval_windows=4",
+    "run.save_every=2",
+]
+
+
+def start(out: Path, *changes: str, processes: int = 1, recipe: str = "tiny") -> subprocess.Popen:
+    cache = f"data.cache={out.parent / 'cache'}"
+    launch = [sys.executable]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launch, "-m", "nestling.cli", "train", recipe, *SMALL, cache, *changes]
+    return subprocess.Popen(
+        [*command, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+def train(out: Path, *changes: str, **options) -> dict[str, torch.Tensor]:
+    code, said = finish(start(out, *changes, **options))
+    assert code == 0, said
+    return load_file(out / "model" / "model.safetensors")
+
+
+def assert_same(a, b, **tolerance):
+    assert a.keys() == b.keys()
+    for name in a:
+        if tolerance:
+            torch.testing.assert_close(a[name], b[name], msg=name, **tolerance)
+        else:
+            assert torch.equal(a[name], b[name]), name
+
+
+def test_killed_runs_continue_bit_for_bit(tmp_path):
+    """With M3, micro-batches and memories carried from step to step; killed twice."""
+    changes = ["optim.name=m3", "optim.lr=0.01", "run.micro=2"]
+    whole = train(tmp_path / "whole", *changes, recipe="stream")
+    out, rng = tmp_path / "killed", random.Random(0)
+    for _ in range(2):
+        process = start(out, *changes, recipe="stream")
+        before = [p.name for p in checkpoints(out / "checkpoints")]
+        while process.poll() is None:
+            if [p.name for p in checkpoints(out / "checkpoints")] != before:
+                break
+            time.sleep(0.01)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert_same(train(out, *changes, recipe="stream"), whole)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
+    number = signal.SIGTERM
+    long = ["run.steps=100000", "run.save_every=100000", "run.eval_every=100000"]
+    out = tmp_path / "run"
+    process = start(out, *long)
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text()) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    code, said = finish(process)
+    assert code == 143, said
+    assert "the same command goes on from there" in said
+    (saved,) = checkpoints(out / "checkpoints")
+    step = load_checkpoint(saved).step
+    process = start(out, *long)
+    while len(metrics.read_text().splitlines()) < 4 and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process)
+    assert code == 130, said
+    assert f"continuing from step {step}" in said
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_learns_the_same(tmp_path):
+    """DDP and FSDP2 on two processes equal one; their checkpoints continue in one and back."""
+    changes = ["optim.name=m3", "optim.lr=0.005", "run.micro=1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    weights = train(one, *changes, "run.steps=4")
+    got = train(two, *changes, "run.steps=4", "run.strategy=fsdp", processes=2)
+    assert_same(got, weights, rtol=2e-3, atol=2e-4)
+    weights = train(one, *changes, "run.steps=8")
+    train(two, *changes, "run.steps=6")
+    got = train(two, *changes, "run.steps=8", processes=2)
+    assert_same(got, weights, rtol=3e-3, atol=3e-4)
+
+
+def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
+    out = tmp_path / "run"
+    code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=2"))
+    assert code == 0, said
+    state = load_checkpoint(checkpoints(out / "checkpoints")[-1])
+    from nestling.train.checkpoint import save_checkpoint
+
+    states = state.states
+    states["memory"]["step"] = 3
+    states["model"]["model.embed_tokens.weight"][:] = float("nan")
+    save_checkpoint(out / "checkpoints", 3, states, state.facts, keep=5)
+    code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=9"))
+    assert code == 1
+    assert said.count("skipped, nothing changed") == 3
+    assert "3 steps in a row" in said
+    assert "Traceback" not in said
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("run.stepz=3", "unknown key 'run.stepz'; did you mean run.steps?"),
+        ("run.steps=many", "run.steps must be a int; got 'many'"),
+        ("run.steps=0", "run.steps must be at least 1"),
+        ("data.train=/nowhere/x.txt", "no such file or folder"),
+        ("model.mixer=hop", "mixer must be one of"),
+        ("optim.name=adam", "optim.name must be one of"),
+        ("model.fields.vocab_size=17", "smaller than the tokenizer's vocabulary of 259"),
+        ("data.order=random", "data.order must be one of shuffled, documents, sequential"),
+        ("data.tokenizer=bpe:7", "bpe:SIZE with a size of at least 260"),
+    ],
+)
+def test_mistakes_get_one_clear_line(tmp_path, change, said, capsys):
+    from nestling.cli import main
+
+    cache = f"data.cache={tmp_path}"
+    assert main(["train", "tiny", *SMALL, cache, change, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_another_model_does_not_continue_a_run(tmp_path):
+    out = tmp_path / "run"
+    train(out, "run.steps=2")
+    code, said = finish(start(out, "run.steps=4", "model.fields.hidden_size=64"))
+    assert code == 2
+    assert "give the new run its own folder" in said
