@@ -88,7 +88,9 @@ def dgd_direction(
 
 
 def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
-    """Delta gradient descent as a rule (Eq. 54-58, 112-121): needs `write.x` and `write.u`.
+    """Delta gradient descent as a rule (Eq. 56-58, 112-121).
+
+    Needs the pairs of the write: the layer's inputs x and its targets `u = -grad_y L` (Eq. 112).
 
     `mean`: the loss is a mean over the rows, so each row weighs 1/n. `erase`: 1 is the paper's
     target, 0 keeps the fixed points of the loss; see the module's docstring. Retention stays with
@@ -120,8 +122,8 @@ def generalised_descent(
 
     `argmin_W objective(W; x, u) + retention(W, W_t)` with the self-generated `u = target(W_t, x)`.
     The reference for every closed form: a dot product with `|W - W_t|^2 / (2 eta)` is gradient
-    descent (Eq. 55), the squared error with it is DGD (Eq. 56). Both are quadratic, so one Newton
-    step solves them; other convex objectives take a few.
+    descent (Eq. 54-55), the squared error with it is DGD (Eq. 56). Both are quadratic, so one
+    Newton step solves them; other convex objectives take a few.
     """
     u = target(weight, x)
 
@@ -141,5 +143,5 @@ def _identity_plus(gram: Tensor, strength: Tensor | float) -> Tensor:
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """`system^{-1} right` for a symmetric positive definite system."""
-    return torch.cholesky_solve(right, torch.linalg.cholesky(system))
+    """`system^{-1} right` for a symmetric positive definite system; NaN stays NaN, no error."""
+    return torch.cholesky_solve(right, torch.linalg.cholesky_ex(system).L)
