@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     made = argparse.ArgumentParser(
         prog="nestling demo",
-        description="Train a small Hope and a Transformer of equal size on built-in chronicles, let\n"
-        "documents neither has seen stream through both, and write a report with plots.\n"
+        description="Train a small Hope and a Transformer of equal size on made-up chronicles,\n"
+        "let documents neither has seen stream through both, and write a report with plots.\n"
         "Needs no network; under 5 minutes on 2 cores.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

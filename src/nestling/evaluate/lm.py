@@ -46,9 +46,8 @@ def token_losses(
         return torch.cat(pieces)[1:].float().cpu()
     if state is not None:
         raise ValueError("a model that reads windows has no state to carry on from")
-    return _windowed(
-        model, tokens, window or getattr(model.config, "max_position_embeddings", 1024)
-    )
+    context = getattr(model.config, "max_position_embeddings", None) or 1024
+    return _windowed(model, tokens, window or int(context))
 
 
 def _windowed(model: Any, tokens: Tensor, context: int) -> Tensor:

@@ -1,0 +1,78 @@
+"""The command as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nestling.cli import COMMANDS, main
+from nestling.models import NestlingForCausalLM, presets
+from nestling.models.tokenizer import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    config = presets.tiny(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    NestlingForCausalLM(config).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def test_help_is_instant_and_complete(capsys):
+    code = "import nestling.cli as c, sys; c.main(['--help']); print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "False"
+    for name in COMMANDS:
+        assert name in said.stdout
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert "example" in capsys.readouterr().out or name == "demo"
+
+
+def test_unknown_commands_are_named(capsys):
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; known: " in capsys.readouterr().err
+
+
+def test_generate_writes_and_is_repeatable(folder, capsys):
+    texts = []
+    for _ in range(2):
+        assert main(["generate", str(folder), "--prompt", "Day", "--tokens", "12"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Day")
+
+
+def test_eval_measures_a_file(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("In the valley of Mor there lived a baker. " * 5)
+    out = tmp_path / "loss.json"
+    assert main(["eval", str(folder), str(text), "--bins", "3", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["tokens"] == len(text.read_text())
+    assert len(found["bins"]) == 3
+    assert f"loss {found['loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "/nowhere/model"], "/nowhere/model: cannot load a model"),
+        (["eval", "/nowhere/model"], "give a file to read, or --tasks"),
+        (["eval", "/nowhere/model", "/nowhere/text"], "/nowhere/text: no such file"),
+        (["train", "tinny"], "unknown recipe 'tinny'; known: tiny"),
+        (["demo", "--steps", "0"], "must be at least 1"),
+    ],
+)
+def test_mistakes_get_one_line(arguments, said, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
