@@ -78,7 +78,8 @@ def adagrad_memory(beta1: float = 1.0, beta2: float = 1.0, *, eps: float = 1e-8)
     """Full-matrix AdaGrad with momentum, `H^{-1/2} M~ / sqrt(beta2)` (Eq. 106-111).
 
     State and cost grow with the square and the cube of Do. A vector [D] is one column (H is D x D).
-    `eps` is added to H's eigenvalues. Nothing is forgotten, so the rate should be small.
+    `eps` is added to H's eigenvalues. Do not differentiate through it while H has a null space:
+    eigenvectors of repeated eigenvalues have no derivative.
     """
     if not (beta1 > 0.0 and beta2 > 0.0):
         raise ValueError(f"adagrad_memory: beta1 and beta2 must be positive, got {beta1}, {beta2}")

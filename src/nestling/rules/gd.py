@@ -58,8 +58,9 @@ def argmin(loss: Callable[[Tensor], Tensor], start: Tensor, *, steps: int = 1) -
     """
     best = start.detach()
     for _ in range(steps):
-        slope = torch.func.grad(loss)(best).reshape(-1)
-        curvature = torch.func.hessian(loss)(best).reshape(best.numel(), best.numel())
+        slope = torch.autograd.functional.jacobian(loss, best).reshape(-1)
+        curvature = torch.autograd.functional.hessian(loss, best)
+        curvature = curvature.reshape(best.numel(), best.numel())
         best = best - torch.linalg.solve(curvature, slope).reshape(best.shape)
     return best
 

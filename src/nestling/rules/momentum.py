@@ -131,7 +131,7 @@ def generalised_momentum_proximal(
     def loss(m: Tensor) -> Tensor:
         return objective.loss(Matrix(m), x, u).sum() + proximity(m, near, rate)
 
-    return argmin(loss, memory)
+    return argmin(loss, memory, steps=8)
 
 
 def generalised_momentum(objective: Objective, *, decay: float = 0.9, rate: float = 1.0) -> Rule:
