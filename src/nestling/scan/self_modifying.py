@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_segment import answer, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
@@ -21,13 +22,22 @@ __all__ = ["answer", "scan_self_modifying"]
 
 
 def scan_self_modifying(
-    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
+    rule: SelfRule,
+    inputs: Inputs,
+    weights: Weights,
+    start: Weights,
+    position: int | Tensor,
+    recompute: bool = False,
 ) -> tuple[Tensor, Weights, Weights]:
     """Reads [b, T, d], the running weights after the last token, and where their chunks start.
 
     Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
     """
+    plain = weights.second is None and weights.moved is None
+    if plain and inputs.valid is None and not isinstance(position, Tensor):
+        y, first, begun = scan_matrix(rule, inputs, weights.first, start.first, position, recompute)
+        return y, Weights(first), Weights(begun)
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
     return _scan_together(rule, inputs, weights, start, position)

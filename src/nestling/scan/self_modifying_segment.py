@@ -179,7 +179,7 @@ def _gates(rule: SelfRule, start: Weights, part: Inputs) -> tuple[Tensor, Tensor
         slot = rule.slot(name)
         seen = part.x if slot is None else answer(start, slot, part.x)
         raw.append((seen @ part.readout[:, i].unsqueeze(-1)).squeeze(-1) + part.bias[:, i : i + 1])
-    retain = rule.retain_max * torch.sigmoid(raw[1])
+    retain = rule.retain(raw[1])
     rate = retain * rule.rate_max * torch.sigmoid(raw[0])
     log_retain = retain.log()
     if part.valid is not None:

@@ -12,10 +12,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ADAPTIVE", "Inputs", "SelfRule", "Weights", "clip", "restart", "take", "unit"]
+__all__ = [
+    "ADAPTIVE",
+    "RETAIN_MIN",
+    "Inputs",
+    "SelfRule",
+    "Weights",
+    "clip",
+    "restart",
+    "take",
+    "unit",
+]
 
 ADAPTIVE = ("k", "v", "eta", "alpha", "q")
 """The projections that may be memories themselves, in the order in which they are stacked."""
+
+
+RETAIN_MIN = 1e-4
+"""The least retention; it keeps products of retentions in range of their logarithms."""
 
 
 class Weights(NamedTuple):
@@ -54,7 +68,7 @@ class SelfRule:
     objective `dot` (Eq. 92) writes `vhat`, `l2` (Eq. 93) writes `vhat - M(k)`, both at the state
     where the chunk starts. `own_values`: stage 3, `vhat = M(v)`; otherwise stage 2, `vhat = v`.
     `erase`: delta gradient descent; False is plain gradient descent with retention.
-    `retain = retain_max sigmoid(.)`, `rate = retain rate_max sigmoid(.)`: `rate_max = 2` allows
+    Retention lies in (0, retain_max], `rate = retain rate_max sigmoid(.)`: `rate_max = 2` allows
     negative eigenvalues. `clip` bounds the error signal of every layer (SPEC 10.8).
     `read_start`: read at the chunk's start (Eq. 90) instead of the state before each token.
     """
@@ -106,6 +120,10 @@ class SelfRule:
     def segment(self) -> int:
         """Tokens between two moments at which some memory may start a chunk."""
         return min(self.chunks)
+
+    def retain(self, raw: Tensor) -> Tensor:
+        """Retention from its read-out, between `RETAIN_MIN` and `retain_max` (SPEC 10.7)."""
+        return RETAIN_MIN + (self.retain_max - RETAIN_MIN) * torch.sigmoid(raw)
 
     def slot(self, name: str) -> int | None:
         """Where a memory stands in the stack; None for a static projection."""

@@ -1,0 +1,142 @@
+"""All segments of matrix memories under one autograd function with the backward pass by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nestling.scan.self_modifying_matrix import Tape, backward, forward, shapes
+from nestling.scan.self_modifying_types import Inputs, SelfRule, take
+
+__all__ = ["scan_matrix"]
+
+
+class Piece(NamedTuple):
+    """A segment's tokens, and which memories start a chunk with it."""
+
+    tokens: slice
+    fresh: tuple[bool, ...]
+
+
+def pieces(rule: SelfRule, position: int, total: int) -> Iterator[Piece]:
+    """Cut tokens at absolute multiples of the rule's segment."""
+    done, size = 0, rule.segment
+    while done < total:
+        here = position + done
+        step = min(size - here % size, total - done)
+        yield Piece(slice(done, done + step), tuple(here % chunk == 0 for chunk in rule.chunks))
+        done += step
+
+
+def scan_matrix(
+    rule: SelfRule, inputs: Inputs, first: Tensor, start: Tensor, position: int, recompute: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads [b, T, d] and both weights [b, N, d, d] after the last token, for one position.
+
+    Padding (`inputs.valid`) must stand behind each item's tokens; the start returned is that of the
+    item's own last chunk.
+    """
+    return _Scan.apply(rule, position, recompute, inputs.valid, first, start, *inputs[:6])
+
+
+def _fresh(rule: SelfRule, flags: tuple[bool, ...], stack: Tensor, start: Tensor) -> Tensor:
+    """The start of each memory's chunk: the stack's rows where a chunk begins."""
+    if all(flags):
+        return stack
+    if not any(flags):
+        return start
+    mask = torch.tensor(flags, device=stack.device).repeat_interleave(stack.shape[-1])
+    return torch.where(mask.view(1, -1, 1), stack, start)
+
+
+class _Scan(torch.autograd.Function):
+    """Forward keeps each segment's start weights (and its tape unless `recompute`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rule: SelfRule,
+        position: int,
+        recompute: bool,
+        valid: Tensor | None,
+        first: Tensor,
+        start: Tensor,
+        *given: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = _inputs(given, valid)
+        b, total, d = inputs.x.shape
+        stack, begun = first.reshape(b, -1, d), start.reshape(b, -1, d)
+        keep = any(ctx.needs_input_grad)
+        constants = shapes(rule.segment, stack)
+        y = inputs.x.new_empty(b, total, d)
+        kept: list[tuple[Tensor, Tensor, Tape | None]] = []
+        for piece in pieces(rule, position, total):
+            begun = _fresh(rule, piece.fresh, stack, begun)
+            part = take(inputs, piece.tokens)
+            after, tape = forward(rule, part, stack, begun, constants)
+            y[:, piece.tokens] = tape.y
+            if keep:
+                kept.append((stack, begun, None if recompute else tape))
+            stack = after
+        ends = tuple((position + total) % chunk == 0 for chunk in rule.chunks)
+        last = _fresh(rule, ends, stack, begun)
+        ctx.rule, ctx.position, ctx.kept, ctx.ends = rule, position, kept, ends
+        ctx.save_for_backward(valid, stack, *given)
+        return y, stack.view_as(first), last.reshape(start.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
+        rule: SelfRule = ctx.rule
+        valid, after, *given = ctx.saved_tensors
+        inputs = _inputs(given, valid)
+        b, total, d = inputs.x.shape
+        dstack, dbegun = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
+        dstack, dbegun = _join(ctx.ends, dstack, dbegun)
+        grads = [None if part is None else torch.empty_like(part) for part in given]
+        grads[1], grads[2] = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
+        constants = shapes(rule.segment, after)
+        for piece in reversed(list(pieces(rule, ctx.position, total))):
+            stack, begun, tape = ctx.kept.pop()
+            part = take(inputs, piece.tokens)
+            if tape is None:
+                tape = forward(rule, part, stack, begun, constants)[1]
+            some = backward(rule, part, stack, begun, after, tape, dy[:, piece.tokens], dstack)
+            dstack = some.stack
+            if some.start is not None:
+                dbegun = some.start if dbegun is None else dbegun + some.start
+            dstack, dbegun = _join(piece.fresh, dstack, dbegun)
+            grads[1] += some.readout
+            grads[2] += some.bias
+            for i, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
+                room = grads[i]
+                if room is not None and grad is not None:
+                    room[:, piece.tokens] = grad
+            after = stack
+        n = len(rule.names)
+        shape = (b, n, d, d)
+        if dbegun is None:
+            dbegun = torch.zeros_like(dstack)
+        return None, None, None, None, dstack.view(shape), dbegun.view(shape), *grads
+
+
+def _inputs(given: Any, valid: Tensor | None) -> Inputs:
+    x, readout, bias, k, v, q = given
+    return Inputs(x, readout, bias, k, v, q, None, valid)
+
+
+def _join(
+    fresh: tuple[bool, ...], dstack: Tensor, dbegun: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Where a chunk begins its start is the running stack: gradients of the start flow there."""
+    if dbegun is None or not any(fresh):
+        return dstack, dbegun
+    if all(fresh):
+        return dstack + dbegun, None
+    d = dstack.shape[-1]
+    mask = torch.tensor(fresh, device=dstack.device).repeat_interleave(d).view(1, -1, 1)
+    return dstack + torch.where(mask, dbegun, 0.0), torch.where(mask, 0.0, dbegun)

@@ -1,0 +1,336 @@
+"""Matrix memories in the self-modifying scan, by hand: one segment forwards and backwards.
+
+The memories are one stack of rows, [b, N d, d], so that all of them take one product. With
+`g_t` the running product of retentions, D_ts = g_{t-1} / g_s for s < t (else 0), and eta, alpha, k
+shared by all memories:
+
+    w = (I + eta D (K K^T))^-1 eta (U - g_{t-1} K S^T)         rows written, [C, N d]
+    S' = g_C S + (g_C/g_t w)^T K                               the stack after the segment
+    y = g_{t-1} Q S_mem^T + (D (Q K^T)) w_mem                  reads
+
+Backwards, let `z_t = drhs_t . w_t`, where `drhs = (I + ...)^-T dw`. Scaling alpha_t scales
+everything behind t, and eta = alpha beta, so the many gradients of D cancel and leave
+
+    d log beta_t = z_t,     d log alpha_t = <S', dS'> + sum_{r > t} (dy_r . y_r - dU_r . U_r).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule
+
+__all__ = ["Grads", "Shapes", "Tape", "backward", "forward", "shapes"]
+
+EPS = 1e-6
+
+
+class Tape(NamedTuple):
+    """What the backward pass needs of a segment beside its inputs and start weights."""
+
+    kv: Tensor  # [b, 2C, d]: k, then v
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None]  # of k, v, q: [b, C, 1]
+    q: Tensor  # [b, C, d]
+    sig: Tensor  # [b, C, 2]: sigmoids of rate and retention
+    eta: Tensor  # [b, C, 1]
+    gap: Tensor  # [b, C, C]: D
+    before: Tensor  # [b, C, 1]: g_{t-1}
+    tail: Tensor  # [b, C, 1]: g_C / g_t
+    whole: Tensor  # [b, 1, 1]: g_C
+    inverse: Tensor | None  # [b, C, C]: of I + eta D (K K^T)
+    own: Tensor | None  # [b, C, N, d]: vhat
+    own_scale: Tensor | None  # [b, C, N, 1]
+    u: Tensor  # [b, C, N, d]
+    short: Tensor | None  # [b, C, N, 1]: how much clipping shortened u; 1 where it did not
+    w: Tensor  # [b, C, N d]
+    y: Tensor  # [b, C, d]
+
+
+class Shapes(NamedTuple):
+    """Constants of a segment."""
+
+    lower: Tensor  # [C, C]: 0 below the diagonal, -inf elsewhere
+    eye: Tensor  # [C, C]
+
+
+def shapes(size: int, like: Tensor) -> Shapes:
+    """The constants of segments up to `size` tokens."""
+    lower = torch.full((size, size), -torch.inf, device=like.device, dtype=like.dtype).triu_()
+    return Shapes(lower, torch.eye(size, device=like.device, dtype=like.dtype))
+
+
+class Grads(NamedTuple):
+    """Gradients of one segment; `start` is None where the chunk starts at the segment's start."""
+
+    stack: Tensor  # [b, N d, d]
+    start: Tensor | None  # [b, N d, d]
+    x: Tensor  # [b, C, d]
+    readout: Tensor  # [b, 2, d]
+    bias: Tensor  # [b, 2]
+    k: Tensor | None
+    v: Tensor | None
+    q: Tensor | None
+
+
+def _length(x: Tensor) -> Tensor:
+    """1 / sqrt(|x|^2 + eps) along the last dimension."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(EPS).rsqrt_()
+
+
+def _unit_back(dy: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Through `y = x scale`, the normalisation of the last dimension."""
+    along = (dy * y).sum(-1, keepdim=True)
+    return torch.addcmul(dy, y, along, value=-1).mul_(scale)
+
+
+def _rows(rule: SelfRule, name: str, stack: Tensor) -> Tensor | None:
+    """The rows of one memory in a stack: a view [b, d, d], None for a static projection."""
+    slot, d = rule.slot(name), stack.shape[-1]
+    return None if slot is None else stack[:, slot * d : (slot + 1) * d]
+
+
+def _project(
+    rule: SelfRule, part: Inputs, start: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    b, size, d = part.x.shape
+    kv = part.x.new_empty(b, 2 * size, d)
+    rooms = {"k": kv[:, :size], "v": kv[:, size:]}
+    scales: list[Tensor | None] = []
+    q = part.q
+    for name, given in (("k", part.k), ("v", part.v), ("q", part.q)):
+        rows = _rows(rule, name, start)
+        if rows is None:
+            scales.append(None)
+            if name != "q" and given is not None:
+                rooms[name].copy_(given)
+            continue
+        raw = part.x @ rows.mT
+        scale = _length(raw)
+        scales.append(scale)
+        if name == "q":
+            q = raw.mul_(scale)
+        else:
+            torch.mul(raw, scale, out=rooms[name])
+    if q is None:
+        raise ValueError("q is no memory of this rule, so Inputs.q must be given")
+    return kv, q, (scales[0], scales[1], scales[2])
+
+
+def _sights(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
+    """The vectors on which the gates look at x, [b, 2, d]: read-outs through M_eta, M_alpha."""
+    sights = []
+    for i, name in enumerate(("eta", "alpha")):
+        look, rows = part.readout[:, i : i + 1], _rows(rule, name, start)
+        sights.append(look if rows is None else look @ rows)
+    return torch.cat(sights, 1)
+
+
+def _errors(
+    rule: SelfRule, kv: Tensor, start: Tensor, many: int
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Errors of all memories [b, C, N, d], and what made them; `K A^T` where it was computed."""
+    size, d = kv.shape[1] // 2, kv.shape[2]
+    own = own_scale = seen = short = None
+    if rule.own_values:
+        both = kv @ start.mT if rule.objective == "l2" or rule.erase else None
+        answer = kv[:, size:] @ start.mT if both is None else both[:, size:]
+        seen = None if both is None else both[:, :size]
+        own = answer.unflatten(2, (many, d))
+        own_scale = _length(own)
+        own = own * own_scale
+        u = own
+    else:
+        u = kv[:, size:].unsqueeze(2).expand(-1, -1, many, -1)
+        seen = kv[:, :size] @ start.mT if rule.objective == "l2" else None
+    if rule.objective == "l2" and seen is not None:
+        u = u - seen.unflatten(2, (many, d))
+    if rule.objective == "l2" or rule.clip < 1:
+        short = torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(rule.clip)
+        short = rule.clip / short
+        u = u * short
+    return u, own, own_scale, short, seen
+
+
+def forward(
+    rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor, shapes: Shapes
+) -> tuple[Tensor, Tape]:
+    """The stack after a segment, and its tape (with the reads)."""
+    size, d = part.x.shape[1:]
+    lower, eye = shapes.lower[:size, :size], shapes.eye[:size, :size]
+    many = stack.shape[1] // d
+    kv, q, scales = _project(rule, part, start)
+    k = kv[:, :size]
+    sights = _sights(rule, part, start)
+    sig = torch.baddbmm(part.bias.unsqueeze(1), part.x, sights.mT).sigmoid_()
+    retain = sig[..., 1] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN
+    eta = retain * sig[..., 0] * rule.rate_max
+    log = retain.log()
+    if part.valid is not None:
+        eta, log = eta.masked_fill_(~part.valid, 0.0), log.masked_fill_(~part.valid, 0.0)
+    eta = eta.unsqueeze(-1)
+    g = log.cumsum(-1)
+    past = g - log
+    gap = (past.unsqueeze(-1) - g.unsqueeze(-2)).add_(lower).exp_()
+    before, tail = past.exp_().unsqueeze(-1), (g[:, -1:] - g).exp_().unsqueeze(-1)
+    whole = g[:, -1, None, None].exp()
+    u, own, own_scale, short, seen = _errors(rule, kv, start, many)
+    flat = u.flatten(2)
+    inverse = None
+    if rule.erase:
+        if seen is None or start is not stack:
+            seen = k @ stack.mT
+        right = torch.addcmul(flat, seen, before, value=-1).mul_(eta)
+        system = (k @ k.mT).mul_(gap).mul_(eta)
+        inverse = torch.linalg.solve_triangular(
+            system, eye.expand_as(system), upper=False, unitriangular=True
+        )
+        w = inverse @ right
+    else:
+        w = flat * eta
+    if rule.read_start:
+        y = q @ start[:, :d].mT
+    else:
+        y = (q @ stack[:, :d].mT).mul_(before)
+        y.baddbmm_((q @ k.mT).mul_(gap), w[..., :d])
+    after = torch.baddbmm(stack * whole, (w * tail).mT, k)
+    return after, Tape(
+        kv, scales, q, sig, eta, gap, before, tail, whole, inverse, own, own_scale, u, short, w, y
+    )
+
+
+def backward(
+    rule: SelfRule,
+    part: Inputs,
+    stack: Tensor,
+    start: Tensor,
+    after: Tensor,
+    tape: Tape,
+    dy: Tensor,
+    dafter: Tensor,
+) -> Grads:
+    """All gradients of a segment from those of its reads and of the stack after it."""
+    size, d = part.x.shape[1:]
+    k = tape.kv[:, :size]
+    same = start is stack
+    # End of the segment and reads.
+    dw = (k @ dafter.mT).mul_(tape.tail)
+    dk = (tape.w * tape.tail) @ dafter
+    dstack = dafter * tape.whole
+    dstart = dstack if same else torch.zeros_like(start)
+    log = (after * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
+    if rule.read_start:
+        dq = dy @ start[:, :d]
+        dstart[:, :d].baddbmm_(dy.mT, tape.q)
+        moving = torch.zeros_like(log)
+    else:
+        faded = dy * tape.before
+        dstack[:, :d].baddbmm_(faded.mT, tape.q)
+        dw[..., :d].baddbmm_((tape.q @ k.mT).mul_(tape.gap).mT, dy)
+        cross = (dy @ tape.w[..., :d].mT).mul_(tape.gap)
+        dq = torch.baddbmm(cross @ k, faded, stack[:, :d])
+        dk.baddbmm_(cross.mT, tape.q)
+        moving = (dy * tape.y).sum(-1)  # [b, C]
+    # The triangular system.
+    drhs = dw
+    if tape.inverse is not None:
+        drhs = tape.inverse.mT @ dw
+    z = (drhs * tape.w).sum(-1)  # d log beta
+    du = drhs.mul_(tape.eta)
+    dseen = None
+    if tape.inverse is not None:
+        pair = (du @ tape.w.mT).mul_(tape.gap)
+        dk.baddbmm_(pair + pair.mT, k, alpha=-1)
+        dseen = du * (-tape.before)
+    # Errors.
+    dseen_start, dv, down, along = _errors_back(rule, tape, du, dseen if same else None)
+    if dseen is not None and not same:
+        dk.baddbmm_(dseen, stack)
+        dstack.baddbmm_(dseen.mT, k)
+    dkv = tape.kv.new_empty(tape.kv.shape)
+    if down is not None and dseen_start is not None:
+        both = torch.cat([dseen_start, down], 1)
+        torch.bmm(both, start, out=dkv)
+        dstart.baddbmm_(both.mT, tape.kv)
+        dk += dkv[:, :size]
+        dv = dkv[:, size:]
+    else:
+        if down is not None:
+            dv = down @ start
+            dstart.baddbmm_(down.mT, tape.kv[:, size:])
+        if dseen_start is not None:
+            dk.baddbmm_(dseen_start, start)
+            dstart.baddbmm_(dseen_start.mT, k)
+    # Gates: d log alpha_t = <S', dS'> + sum behind t of (dy . y - dU . U).
+    moving = moving - along
+    dlog = log + moving.flip(-1).cumsum(-1).flip(-1) - moving
+    slope = 1 - tape.sig
+    dretain = dlog * (rule.retain_max - RETAIN_MIN) * tape.sig[..., 1] * slope[..., 1]
+    retain = tape.sig[..., 1] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN
+    draw = torch.stack([z * slope[..., 0], dretain / retain], -1)  # [b, C, 2]
+    if part.valid is not None:
+        draw.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
+    return _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstack, dstart, same)
+
+
+def _errors_back(
+    rule: SelfRule, tape: Tape, du: Tensor, dseen: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """Through the errors: gradients of `K A^T` (added to `dseen`), of v where it is shared, of the
+    memories' answers to v; and `dU . U`, [b, C]."""
+    wide = du.view(tape.u.shape)
+    dots = (wide * tape.u).sum(-1, keepdim=True)  # [b, C, N, 1]
+    along = dots.sum((2, 3))
+    derror = wide
+    if tape.short is not None:
+        cut = torch.where(tape.short < 1, dots / (rule.clip * rule.clip), 0.0)
+        derror = torch.addcmul(wide, tape.u, cut, value=-1).mul_(tape.short)
+    if rule.objective == "l2":
+        dseen = -derror.flatten(2) if dseen is None else dseen.sub_(derror.flatten(2))
+    if tape.own is None or tape.own_scale is None:
+        return dseen, derror.sum(2), None, along
+    if tape.short is not None:
+        dots = (derror * tape.own).sum(-1, keepdim=True)
+    down = torch.addcmul(derror, tape.own, dots, value=-1).mul_(tape.own_scale)
+    return dseen, None, down.flatten(2), along
+
+
+def _project_back(
+    rule: SelfRule,
+    part: Inputs,
+    start: Tensor,
+    tape: Tape,
+    draw: Tensor,
+    grads: tuple[Tensor, Tensor | None, Tensor],
+    dstack: Tensor,
+    dstart: Tensor,
+    same: bool,
+) -> Grads:
+    """Through the projections and the gates' read-outs to x and to the weights at the start."""
+    size = part.x.shape[1]
+    dsights = draw.mT @ part.x  # [b, 2, d]
+    dx = draw @ _sights(rule, part, start)
+    dreadout = dsights.clone()
+    for i, name in enumerate(("eta", "alpha")):
+        rows = _rows(rule, name, start)
+        if rows is not None:
+            look = dsights[:, i : i + 1]
+            dreadout[:, i : i + 1] = look @ rows.mT
+            into = _rows(rule, name, dstart)
+            if into is not None:
+                into.baddbmm_(part.readout[:, i : i + 1].mT, look)
+    given: list[Tensor | None] = []
+    known = (tape.kv[:, :size], tape.kv[:, size:], tape.q)
+    for name, grad, y, scale in zip(("k", "v", "q"), grads, known, tape.scales, strict=True):
+        rows, into = _rows(rule, name, start), _rows(rule, name, dstart)
+        if rows is None or into is None or scale is None or grad is None:
+            given.append(grad)
+            continue
+        given.append(None)
+        graw = _unit_back(grad, y, scale)
+        dx.baddbmm_(graw, rows)
+        into.baddbmm_(graw.mT, part.x)
+    bias = draw.sum(1)
+    return Grads(dstack, None if same else dstart, dx, dreadout, bias, *given)
