@@ -18,7 +18,7 @@ from torch import Tensor
 from nestling.optim.tree import named, rebuild
 from nestling.rules import Gates, Rule, Write
 
-__all__ = ["Item", "Result", "matrix", "run"]
+__all__ = ["Item", "Leaves", "Result", "Step", "flat_step", "matrix", "run"]
 
 SMALL = 1 << 16
 """Parameters of at most this many elements are batched by default; larger ones run one by one."""
@@ -60,11 +60,24 @@ def matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim == 2 else tensor.flatten(1)
 
 
+def flat_step(rule: Rule) -> Step:
+    """The rule's step with its state as a flat dictionary before and after."""
+    template = rule.init(torch.empty(1, 1, device="meta"))  # only its structure counts
+
+    def step(write: Write, leaves: Leaves, weight: Tensor, gates: Gates) -> tuple[Tensor, Leaves]:
+        after, state = rule.step(write, rebuild(template, leaves), weight, gates)
+        return after.grad, named(state)
+
+    return step
+
+
 def run(
-    rule: Rule, items: Sequence[Item], gates: Gates, foreach: bool | None = None
+    rule: Rule, step: Step, items: Sequence[Item], gates: Gates, foreach: bool | None = None
 ) -> Iterator[Result]:
-    """One step of `rule` for every item. `foreach`: True batches, False loops, None decides."""
-    step = _flat_state(rule)
+    """One step of `rule` for every item. `foreach`: True batches, False loops, None decides.
+
+    `step` is `flat_step(rule)`, compiled or not.
+    """
     for indices in _batches(rule, items, foreach):
         if len(indices) == 1:
             yield _one(rule, step, indices[0], items[indices[0]], gates)
@@ -151,17 +164,6 @@ def _flat(step: Step, indices: list[int], items: Sequence[Item], gates: Gates) -
         shape = item.weight.shape
         own = {k: v[place].reshape(shape) for k, v in parts.items()}
         yield Result(index, directions[place].reshape(shape), own, True)
-
-
-def _flat_state(rule: Rule) -> Step:
-    """The rule's step with its state as a flat dictionary before and after."""
-    template = rule.init(torch.empty(1, 1, device="meta"))  # only its structure counts
-
-    def step(write: Write, leaves: Leaves, weight: Tensor, gates: Gates) -> tuple[Tensor, Leaves]:
-        after, state = rule.step(write, rebuild(template, leaves), weight, gates)
-        return after.grad, named(state)
-
-    return step
 
 
 def _own(leaf: Tensor, grad: Tensor) -> Tensor:

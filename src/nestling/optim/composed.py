@@ -24,6 +24,7 @@ class Composed(RuleOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         if not isinstance(rule, Rule):
             raise TypeError(f"rule must be a nestling.rules.Rule, got {type(rule).__name__}")

@@ -43,6 +43,7 @@ class DGD(RuleOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         if not isinstance(inputs, Capture):
             raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
@@ -116,6 +117,7 @@ class DeltaMomentum(RuleOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 
@@ -152,6 +154,7 @@ class DeepMomentum(RuleOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 

@@ -92,6 +92,7 @@ class M3(OrthogonalOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 
@@ -143,6 +144,7 @@ class Muon(OrthogonalOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 
@@ -181,6 +183,7 @@ class AdaMuon(OrthogonalOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         master_weights: bool = False,
+        compile: bool = False,
     ) -> None:
         super().__init__(params, settings(locals()))
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from nestling.optim.batch import Item, Result
-from nestling.rules import Gates, Rule
+from nestling.rules import Rule
 
 __all__ = ["is_sharded", "local", "run", "start"]
 
-Run = Callable[[Rule, Sequence[Item], Gates, bool | None], Iterator[Result]]
+Run = Callable[[Sequence[Item]], Iterator[Result]]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -46,24 +46,22 @@ def start(
     return {k: _shard(v, weight) for k, v in initial(rule, _full(weight).to(dtype)).items()}
 
 
-def run(
-    rule: Rule, items: Sequence[Item], gates: Gates, foreach: bool | None, inner: Run
-) -> Iterator[Result]:
+def run(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[Result]:
     """`inner` over the items, whole or sharded; directions come back as this rank's part."""
     cut = [i for i, item in enumerate(items) if is_sharded(item.weight)]
     if not cut:
-        yield from inner(rule, items, gates, foreach)
+        yield from inner(items)
         return
     plain = [i for i in range(len(items)) if i not in set(cut)]
-    for result in inner(rule, [items[i] for i in plain], gates, foreach):
+    for result in inner([items[i] for i in plain]):
         yield replace(result, index=plain[result.index])
     pieces = [_aligned(items[i]) for i in cut]
     if rule.elementwise:
-        results = inner(rule, [_map(local, item) for item in pieces], gates, foreach)
+        results = inner([_map(local, item) for item in pieces])
     elif all(_exchangeable(item, pieces[0]) for item in pieces):
-        results = _exchanged(rule, pieces, gates, foreach, inner)
+        results = _exchanged(pieces, inner)
     else:
-        results = _gathered(rule, pieces, gates, foreach, inner)
+        results = _gathered(pieces, inner)
     for result in results:
         item = pieces[result.index]
         leaves = {
@@ -73,20 +71,16 @@ def run(
         yield replace(result, index=cut[result.index], leaves=leaves)
 
 
-def _gathered(
-    rule: Rule, items: Sequence[Item], gates: Gates, foreach: bool | None, inner: Run
-) -> Iterator[Result]:
+def _gathered(items: Sequence[Item], inner: Run) -> Iterator[Result]:
     """Every rank runs the rule on whole matrices and keeps its own part of the results."""
-    for result in inner(rule, [_map(_full, item) for item in items], gates, foreach):
+    for result in inner([_map(_full, item) for item in items]):
         like = items[result.index].weight
 
         leaves = {k: local(_shard(v, like)) for k, v in result.leaves.items()}
         yield Result(result.index, local(_shard(result.direction, like)), leaves, True)
 
 
-def _exchanged(
-    rule: Rule, items: Sequence[Item], gates: Gates, foreach: bool | None, inner: Run
-) -> Iterator[Result]:
+def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[Result]:
     """Each rank runs the rule on its share of the matrices."""
     mesh, names = items[0].weight.device_mesh, list(items[0].leaves)  # type: ignore[attr-defined]
     ranks, me, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
@@ -101,7 +95,7 @@ def _exchanged(
     mine = [Item(next(whole), next(whole), {k: next(whole) for k in names}) for _ in owned[me]]
 
     # back: each rank gets its rows of the directions and the new state
-    done = sorted(inner(rule, mine, gates, foreach), key=lambda result: result.index)
+    done = sorted(inner(mine), key=lambda result: result.index)
     after = [t for result in done for t in (result.direction, *(result.leaves[k] for k in names))]
     send = [[t[_rows(len(t), r, ranks)] for t in after] for r in range(ranks)]
     shapes = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from nestling.optim import sharded
-from nestling.optim.batch import Item, Result, matrix, run
+from nestling.optim.batch import Item, Result, Step, flat_step, matrix, run
 from nestling.optim.tree import named
 from nestling.rules import Gates, Rule
 
 __all__ = ["Group", "RuleOptimizer", "check_decays", "require", "settings"]
 
 Group = Mapping[str, Any]
+UNCOMPILED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 
 
 def require(name: str, value: Any, allowed: bool, what: str) -> None:
@@ -46,13 +47,13 @@ def settings(arguments: Mapping[str, Any], *without: str) -> dict[str, Any]:
 
 
 class RuleOptimizer(torch.optim.Optimizer, ABC):
-    """The shell. A concrete optimizer says which rule serves a param group, and checks its
-    settings.
+    """The shell. A concrete optimizer says which rule serves a group, and checks its settings.
 
     Common settings: `lr`, `weight_decay` (decoupled), `maximize`, `foreach` (True: batch
     same-shaped parameters; False: loop; None: whichever is faster), `master_weights` (keep a
     float32 copy of half-precision parameters in the state, so that steps below their resolution are
-    not lost).
+    not lost), `compile` (run the rule through `torch.compile`; the shell around it never is, so
+    `step` may be called from compiled code either way).
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -89,6 +90,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self.param_groups.pop()
             raise
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient; returns the closure's loss."""
@@ -98,16 +100,20 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         for group in self.param_groups:
             for vector in (False, True):
-                members = [p for p in group["params"] if (p.ndim < 2) == vector]
-                if members:
-                    self._step_members(group, members, self.rule(group, vector))
+                self._step_members(group, vector)
         return loss
 
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
         """What each parameter brings to this step; tensors as the parameter has them."""
         return [self._item(group, parameter) for parameter in parameters]
 
-    def _step_members(self, group: Group, members: list[Tensor], rule: Rule) -> None:
+    def _step_members(self, group: Group, vector: bool) -> None:
+        """One step for a group's matrices, or for its vectors."""
+        members = [p for p in group["params"] if (p.ndim < 2) == vector]
+        if not members:
+            return
+        rule = self.rule(group, vector)
+        flat = self._compiled(group, vector) if group["compile"] else flat_step(rule)
         clocks: dict[int, list[Tensor]] = {}
         for parameter in members:
             if parameter.requires_grad or parameter.grad is not None:
@@ -124,10 +130,24 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 _keep_heap()
             gates = Gates(rate, retain, step)
             items = self.items(group, parameters)
-            for result in sharded.run(rule, items, gates, group["foreach"], run):
+
+            def inner(some: Sequence[Item], gates: Gates = gates) -> Iterator[Result]:
+                return run(rule, flat, some, gates, group["foreach"])
+
+            for result in sharded.run(rule, items, inner):
                 parameter = parameters[result.index]
                 self._take(parameter, result.direction, gates)
                 self._keep(parameter, result)
+
+    def _compiled(self, group: Group, vector: bool) -> Step:
+        """The group's rule through `torch.compile`, once for each set of settings."""
+        key = repr([vector, *(v for k, v in group.items() if k not in UNCOMPILED)])
+        known: dict[str, Step] = self.__dict__.setdefault("_steps", {})
+        if key not in known:
+            step: Any = flat_step(self.rule(group, vector))
+            step.__code__ = step.__code__.replace()  # a cache (and its limit) of its own
+            known[key] = torch.compile(step)
+        return known[key]
 
     def _item(self, group: Group, parameter: Tensor) -> Item:
         grad, state = parameter.grad, self.state[parameter]
@@ -167,10 +187,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             sharded.local(parameter).copy_(weight)
 
     def _keep(self, parameter: Tensor, result: Result) -> None:
-        """Keep the new state, in memory of its own."""
+        """Keep the new state, in memory and layout of its own."""
         state = self.state[parameter]
         for key, new in result.leaves.items():
-            if result.shared:
+            if result.shared or new.stride() != state[key].stride():
                 state[key].copy_(new)
             else:
                 state[key] = new
