@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from nestling.memories.core import state_dtype
+from nestling.norm import rms_norm
 
 __all__ = [
     "CausalConv",
@@ -133,6 +134,6 @@ class Shell(nn.Module):
 
     def close(self, y: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise the reads per head, gate them, mix the heads: [B, H, T, d] -> [B, T, D]."""
-        y = merge_heads(rms_norm(y, self.norm.shape, self.norm.to(y.dtype), 1e-6))
+        y = merge_heads(rms_norm(y, self.norm.to(y.dtype), 1e-6))
         y = y.to(self.out.weight.dtype)
         return self.out(y if gate is None else y * silu(gate))

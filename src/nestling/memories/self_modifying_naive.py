@@ -17,7 +17,10 @@ __all__ = ["answer", "errors", "gates", "learn", "project", "scan_naive", "step"
 
 
 def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
-    """What memory number `slot` says to `x` [b, d]: `W x`, or `x + W1 silu(W2 x)` (Eq. 89, 91)."""
+    """What memory number `slot` says to `x` [b, d]: `W x`, or `x + W1 silu(W2 x)` (Eq. 89, 91).
+
+    Reads are answers to q: Eq. 78, 80.
+    """
     z = torch.einsum("bij,bj->bi", weights.first[:, slot], x)
     if weights.second is None:
         return z
@@ -25,7 +28,7 @@ def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
 
 
 def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
-    """k, v or q of one token: `M_name(x)` normalised (Eq. 79, 84), or the static projection."""
+    """k, v or q of one token: `M_name(x)` normalised (Eq. 79, 83, 86), or static (Eq. 76)."""
     slot = rule.slot(name)
     if slot is not None:
         return unit(answer(at, slot, token.x))
@@ -36,14 +39,14 @@ def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
 
 
 def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
-    """Rate and retention [b] of one token: `M_eta(x)`, `M_alpha(x)` (Eq. 80, 85), read out and
-    bounded (SPEC 10.7)."""
+    """Rate and retention [b] of one token: `M_eta(x)`, `M_alpha(x)` (Eq. 79, 83, 86), or x itself
+    (Eq. 76), read out and bounded (SPEC 10.7)."""
     raw = []
     for i, name in enumerate(("eta", "alpha")):
         slot = rule.slot(name)
         seen = token.x if slot is None else answer(at, slot, token.x)
         raw.append((token.readout[:, i] * seen).sum(-1) + token.bias[:, i])
-    retain = rule.retain_max * torch.sigmoid(raw[1])
+    retain = rule.retain(raw[1])
     rate = retain * rule.rate_max * torch.sigmoid(raw[0])
     if token.valid is not None:
         rate = torch.where(token.valid, rate, 0.0)
@@ -56,8 +59,8 @@ def errors(
 ) -> list[tuple[Tensor, Tensor]]:
     """Input and clipped error signal of every layer of one memory, for the pair `k -> vhat`.
 
-    `vhat = M(v)` is the memory's own (Eq. 86-87), or `v` for all (Eq. 81). The error is minus the
-    objective's gradient at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
+    `vhat = M(v)` is the memory's own (Eq. 84, 87), or `v` for all (Eq. 81). The error is minus the
+    gradient of the objective (Eq. 85) at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
     `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (SPEC 10.6).
     """
     target = unit(answer(at, slot, v)) if rule.own_values else v
@@ -80,10 +83,10 @@ def learn(
     retain: Tensor,
     token: Inputs,
 ) -> tuple[Tensor, Tensor | None]:
-    """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 82, 88).
+    """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 88), or without the
+    `x x^T` term (`erase=False`: Eq. 77, 82).
 
-    With momentum the write goes through `Z <- theta Z + eta u x^T` (SPEC 10.18); without `erase`
-    the `x x^T` term is dropped.
+    With momentum the write goes through `Z <- theta Z + eta u x^T` (SPEC 10.18).
     """
     x, u = pair  # [b, j], [b, i]
     eta, alpha = rate[:, None, None], retain[:, None, None]

@@ -21,6 +21,7 @@ from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restar
 __all__ = ["answer", "scan_self_modifying"]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # graphs of all segments take minutes
 def scan_self_modifying(
     rule: SelfRule,
     inputs: Inputs,
@@ -34,8 +35,20 @@ def scan_self_modifying(
     Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
     """
+    with torch.autocast(inputs.x.device.type, enabled=False):
+        return _scan(rule, inputs, weights, start, position, recompute)
+
+
+def _scan(
+    rule: SelfRule,
+    inputs: Inputs,
+    weights: Weights,
+    start: Weights,
+    position: int | Tensor,
+    recompute: bool,
+) -> tuple[Tensor, Weights, Weights]:
     plain = weights.second is None and weights.moved is None
-    if plain and inputs.valid is None and not isinstance(position, Tensor):
+    if plain and not isinstance(position, Tensor):
         y, first, begun = scan_matrix(rule, inputs, weights.first, start.first, position, recompute)
         return y, Weights(first), Weights(begun)
     if isinstance(position, Tensor):

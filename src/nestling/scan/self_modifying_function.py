@@ -74,6 +74,7 @@ class _Scan(torch.autograd.Function):
         constants = shapes(rule.segment, stack)
         y = inputs.x.new_empty(b, total, d)
         kept: list[tuple[Tensor, Tensor, Tape | None]] = []
+        starts: list[Tensor] = []
         for piece in pieces(rule, position, total):
             begun = _fresh(rule, piece.fresh, stack, begun)
             part = take(inputs, piece.tokens)
@@ -81,9 +82,16 @@ class _Scan(torch.autograd.Function):
             y[:, piece.tokens] = tape.y
             if keep:
                 kept.append((stack, begun, None if recompute else tape))
+            starts.append(begun)
             stack = after
         ends = tuple((position + total) % chunk == 0 for chunk in rule.chunks)
         last = _fresh(rule, ends, stack, begun)
+        ctx.choice = None
+        if valid is not None:
+            ctx.choice = _last_segment(rule, position, valid)
+            last = last.clone()
+            for i, begun in enumerate(starts):
+                torch.where((ctx.choice == i).view(-1, 1, 1), begun, last, out=last)
         ctx.rule, ctx.position, ctx.kept, ctx.ends = rule, position, kept, ends
         ctx.save_for_backward(valid, stack, *given)
         return y, stack.view_as(first), last.reshape(start.shape)
@@ -91,37 +99,57 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
-        rule: SelfRule = ctx.rule
-        valid, after, *given = ctx.saved_tensors
-        inputs = _inputs(given, valid)
-        b, total, d = inputs.x.shape
-        dstack, dbegun = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
-        dstack, dbegun = _join(ctx.ends, dstack, dbegun)
-        grads = [None if part is None else torch.empty_like(part) for part in given]
-        grads[1], grads[2] = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
-        constants = shapes(rule.segment, after)
-        for piece in reversed(list(pieces(rule, ctx.position, total))):
-            stack, begun, tape = ctx.kept.pop()
-            part = take(inputs, piece.tokens)
-            if tape is None:
-                tape = forward(rule, part, stack, begun, constants)[1]
-            some = backward(rule, part, stack, begun, after, tape, dy[:, piece.tokens], dstack)
-            dstack = some.stack
-            if some.start is not None:
-                dbegun = some.start if dbegun is None else dbegun + some.start
-            dstack, dbegun = _join(piece.fresh, dstack, dbegun)
-            grads[1] += some.readout
-            grads[2] += some.bias
-            for i, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
-                room = grads[i]
-                if room is not None and grad is not None:
-                    room[:, piece.tokens] = grad
-            after = stack
-        n = len(rule.names)
-        shape = (b, n, d, d)
-        if dbegun is None:
-            dbegun = torch.zeros_like(dstack)
-        return None, None, None, None, dstack.view(shape), dbegun.view(shape), *grads
+        with torch.autocast(dy.device.type, enabled=False):
+            return _scan_backward(ctx, dy, dfirst, dstart)
+
+
+def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
+    """Segments from the last to the first, each by its hand-written backward."""
+    rule: SelfRule = ctx.rule
+    valid, after, *given = ctx.saved_tensors
+    inputs = _inputs(given, valid)
+    b, total, d = inputs.x.shape
+    dstack, dlast = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
+    cuts = list(pieces(rule, ctx.position, total))
+    dstack, dbegun = _join(ctx.ends, dstack, _chosen(ctx.choice, len(cuts), dlast))
+    grads = [None if part is None else torch.empty_like(part) for part in given]
+    grads[1], grads[2] = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
+    constants = shapes(rule.segment, after)
+    for i, piece in reversed(list(enumerate(cuts))):
+        stack, begun, tape = ctx.kept.pop()
+        part = take(inputs, piece.tokens)
+        if tape is None:
+            tape = forward(rule, part, stack, begun, constants)[1]
+        some = backward(rule, part, stack, begun, after, tape, dy[:, piece.tokens], dstack)
+        dstack = some.stack
+        ended = None if ctx.choice is None else _chosen(ctx.choice, i, dlast)
+        for more in (some.start, ended):
+            if more is not None:
+                dbegun = more if dbegun is None else dbegun + more
+        dstack, dbegun = _join(piece.fresh, dstack, dbegun)
+        grads[1] += some.readout
+        grads[2] += some.bias
+        for slot, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
+            room = grads[slot]
+            if room is not None and grad is not None:
+                room[:, piece.tokens] = grad
+        after = stack
+    n = len(rule.names)
+    shape = (b, n, d, d)
+    if dbegun is None:
+        dbegun = torch.zeros_like(dstack)
+    return None, None, None, None, dstack.view(shape), dbegun.view(shape), *grads
+
+
+def _last_segment(rule: SelfRule, position: int, valid: Tensor) -> Tensor:
+    """The segment in which each item's next token falls, [b]."""
+    size = rule.segment
+    return (position + valid.sum(1)) // size - position // size
+
+
+def _chosen(choice: Tensor | None, segment: int, grad: Tensor) -> Tensor:
+    """The gradient of the items whose last chunk starts with this segment."""
+    return grad if choice is None else torch.where((choice == segment).view(-1, 1, 1), grad, 0.0)
 
 
 def _inputs(given: Any, valid: Tensor | None) -> Inputs:
