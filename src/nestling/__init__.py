@@ -16,9 +16,10 @@ _LAZY = {
     "Level": "nestling.levels",
     "NestlingConfig": "nestling.models",
     "NestlingForCausalLM": "nestling.models",
+    "describe": "nestling.nested",
 }
 
-__all__ = ["Level", "NestlingConfig", "NestlingForCausalLM", "__version__"]
+__all__ = ["Level", "NestlingConfig", "NestlingForCausalLM", "__version__", "describe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
 """Nested systems: run them (Eq. 19-28, 98-99), transfer knowledge between levels, see them."""
 
+from nestling.nested.describe import describe
+from nestling.nested.description import Component, Description
 from nestling.nested.problem import Problem, View
 from nestling.nested.solve import (
     Solver,
@@ -23,6 +25,8 @@ from nestling.nested.transfer import (
 )
 
 __all__ = [
+    "Component",
+    "Description",
     "NestedSystem",
     "Parameters",
     "Problem",
@@ -36,6 +40,7 @@ __all__ = [
     "backpropagation",
     "context_generation",
     "descend",
+    "describe",
     "direct",
     "generation",
     "initialisation",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nestling.nested.problem import Problem, View
-from nestling.nested.solve import descend, proximal_step
+from nestling.nested.solve import Due, descend, leaf, proximal_step
 from nestling.nested.transfer import (
     Parameters,
     Transfer,
@@ -116,10 +116,6 @@ def adapt(
     parameters: Parameters, loss: Loss, support: Any, *, steps: int, rate: float
 ) -> Parameters:
     """What the fast level does with one task: `steps` steps from these parameters."""
-    for _ in range(steps):
-        own = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        grads = torch.autograd.grad(loss(own, support), list(own.values()))
-        parameters = {
-            name: value.detach() - rate * grad for (name, value), grad in zip(own.items(), grads)
-        }
-    return parameters
+    solver, own = descend(steps=steps), leaf(parameters)
+    due = Due(lambda p: loss(p, support), (support,), own, solver.init(own), Gates(rate=rate), 0)
+    return {name: value.detach() for name, value in solver.solve(due).parameters.items()}

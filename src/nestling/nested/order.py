@@ -92,9 +92,24 @@ def orders_of(
                 follows[read.source].add(name)
         if problem.start and problem.start.source:
             follows[problem.start.source].add(name)
+    _spread(orders, problems, number)
     closure = {name: _reachable(name, follows) for name in problems}
     cuts = {name: sorted(closure[name]) if not orders[name] else [] for name in problems}
     return orders, cuts
+
+
+def _spread(
+    orders: dict[str, int], problems: Mapping[str, Problem], number: Mapping[str, int]
+) -> None:
+    """A differentiable update asks the same of what it was computed from, if that is as fast."""
+    waiting = [name for name, order in orders.items() if order]
+    while waiting:
+        name = waiting.pop()
+        for read in problems[name].reads:
+            asked = min(read.order, orders[name])
+            if number[read.source] >= number[name] and asked > orders[read.source]:
+                orders[read.source] = asked
+                waiting.append(read.source)
 
 
 def _sources(problem: Problem) -> list[str]:

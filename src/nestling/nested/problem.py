@@ -85,8 +85,9 @@ class Problem:
     `context` turns what the problem sees into the data it compresses: for an associative memory,
     a pair of keys and values; None where there is nothing to learn. Every `chunk` items the solver
     updates the parameters on the contexts since the last update. `gates` are fixed or computed from
-    the view. The two texts say in words what flows in and what is minimised, for tables and
-    pictures.
+    the view. A problem that reads itself (to make its own targets) takes its context as given: its
+    gradient does not flow through what it read. The two texts say in words what flows in and what
+    is minimised, for tables and pictures.
     """
 
     name: str

@@ -101,11 +101,10 @@ def attention(
 ) -> Problem:
     """Softmax attention as a box without parameters: it keeps its context (Eq. 21, 27)."""
 
-    def empty(view: View | None = None) -> Parameters:
-        return {
-            what: torch.zeros(batch, 0, size, dtype=dtype)
-            for what, size in zip(("keys", "values"), sizes, strict=True)
-        }
+    empty = {
+        what: torch.zeros(batch, 0, size, dtype=dtype)
+        for what, size in zip(("keys", "values"), sizes, strict=True)
+    }
 
     def context(view: View) -> dict[str, Tensor]:
         key, value = pairs(view)
@@ -113,11 +112,11 @@ def attention(
 
     return Problem(
         name=name,
-        parameters=empty(),
+        parameters=empty,
         context=context,
         solver=remember(window=window),
         reads=(backpropagation(source),),
-        start=Start(make=empty, every=every, kind="reset to zero"),
+        start=reset(every=every, to=empty),
         context_text="keys and values of the sequence",
         objective_text="Nadaraya-Watson, non-parametric",
     )

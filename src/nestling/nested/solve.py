@@ -59,6 +59,11 @@ class Solver(NamedTuple):
     name: str
 
 
+def leaf(parameters: Parameters) -> Parameters:
+    """The same values, cut off from their history, ready to be differentiated."""
+    return {name: value.detach().requires_grad_() for name, value in parameters.items()}
+
+
 def surprise(grads: Parameters) -> Tensor:
     """The size of the error signal: the norm of all gradients together."""
     return torch.stack([grad.detach().square().sum() for grad in grads.values()]).sum().sqrt()
@@ -67,6 +72,8 @@ def surprise(grads: Parameters) -> Tensor:
 def gradient(due: Due, parameters: Parameters) -> Parameters:
     """The gradient of the chunk's loss, differentiable itself when the order asks for it."""
     loss = due.loss(parameters)
+    if not loss.requires_grad:  # nothing in this context depends on the parameters
+        return {name: torch.zeros_like(value) for name, value in parameters.items()}
     grads = torch.autograd.grad(
         loss,
         list(parameters.values()),

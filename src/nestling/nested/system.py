@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from nestling.nested.order import levels_of, orders_of
 from nestling.nested.problem import Problem, View
-from nestling.nested.solve import Due
+from nestling.nested.solve import Due, leaf
 from nestling.nested.transfer import Parameters
 from nestling.rules import State
 
@@ -48,11 +48,6 @@ class SystemState(NamedTuple):
     solvers: Mapping[str, State]
     waiting: Mapping[str, tuple[Any, ...]]
     position: int
-
-
-def leaf(parameters: Parameters) -> Parameters:
-    """The same values, cut off from their history, ready to be differentiated."""
-    return {name: value.detach().requires_grad_() for name, value in parameters.items()}
 
 
 def detached(state: State) -> State:
@@ -171,5 +166,7 @@ class NestedSystem:
                 total = total + problem.objective(candidate, context)
             return total
 
+        if any(read.source == problem.name for read in problem.reads):  # its context is given
+            parameters = {name: value.view_as(value) for name, value in parameters.items()}
         gates = problem.gates_at(view)
         return Due(loss, contexts, parameters, state, gates, self._orders[problem.name])

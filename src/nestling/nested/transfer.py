@@ -126,10 +126,13 @@ def generation(
     )
 
 
-def reset(*, every: int) -> Start:
-    """Begin each context at zero, as linear attention's memory does at the start of a sequence."""
+def reset(*, every: int, to: Parameters | None = None) -> Start:
+    """Begin each context at the same values, zero if none are given.
 
-    def zeros(view: View) -> Parameters:
-        return {name: torch.zeros_like(value) for name, value in view.own.items()}
+    Linear attention's memory starts at zero in every sequence.
+    """
 
-    return Start(make=zeros, every=every, kind="reset to zero")
+    def make(view: View) -> Parameters:
+        return to or {name: torch.zeros_like(value) for name, value in view.own.items()}
+
+    return Start(make=make, every=every, kind="reset")

@@ -1,0 +1,46 @@
+"""`nestling describe`: our models and others by name, any optimizer, table, JSON and picture."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from nestling.cli import main
+
+
+def test_a_table_and_a_picture(tmp_path, capsys):
+    out = tmp_path / "x.html"
+    assert main(["describe", "hope", "--optimizer", "M3", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "every 8 steps" in text
+    assert "M3.slow" in text
+    assert "<svg" in out.read_text()
+
+
+def test_json_of_a_model_folder(tmp_path, capsys):
+    LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=100,
+        num_attention_heads=2,
+        vocab_size=32,
+    ).save_pretrained(tmp_path)
+    assert main(["describe", str(tmp_path), "--optimizer", "AdamW", "--json"]) == 0
+    levels = json.loads(capsys.readouterr().out)["levels"]
+    assert [level["every"] for level in levels] == ["every step", "every step", "every token"]
+    assert levels[-1]["components"][0]["copies"] == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/model"], "ours are hope"),
+        (["hope", "--optimizer", "Nope"], "neither nestling.optim nor torch.optim has it"),
+        (["hope", "--out", "x.png"], "must end in .svg or .html"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, message, capsys):
+    assert main(["describe", *arguments]) == 2
+    assert message in capsys.readouterr().err
