@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nestling.levels import Level
 from nestling.optim.delta import DGD
+from nestling.optim.shell import RuleOptimizer
 
 __all__ = ["NestedOptimizer"]
 
@@ -79,6 +80,10 @@ class NestedOptimizer(Optimizer):
         position = self.position + 1
         for group in self.param_groups:
             group["position"] = position
+        if position == 1:  # a checkpoint must find all state, also of levels not yet due
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, RuleOptimizer):
+                    optimizer.create_state()
         for level, optimizer in zip(self.levels, self.optimizers, strict=True):
             if level.chunk == 1:
                 optimizer.step()

@@ -103,6 +103,16 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 self._step_members(group, vector)
         return loss
 
+    @torch.no_grad()
+    def create_state(self) -> None:
+        """Create the state of all parameters now instead of at the first step."""
+        for group in self.param_groups:
+            for vector in (False, True):
+                rule = self.rule(group, vector)
+                for parameter in group["params"]:
+                    if parameter.requires_grad and (parameter.ndim < 2) == vector:
+                        self._start(parameter, rule, group["master_weights"])
+
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
         """What each parameter brings to this step; tensors as the parameter has them."""
         return [self._item(group, parameter) for parameter in parameters]
