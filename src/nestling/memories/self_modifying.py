@@ -121,7 +121,7 @@ class SelfModifying(Memory):
         """Initial weights: k and v project at random, the main memory starts near the identity."""
         size = self.first.shape[-1]
         rate = RATE / self.rule.rate_max
-        retain = RETAIN / self.rule.retain_max
+        retain = min(RETAIN / self.rule.retain_max, RETAIN)
         with torch.no_grad():
             nn.init.normal_(self.readout, std=0.1 / math.sqrt(size))
             self.bias[:, 0] = math.log(rate / (1 - rate))

@@ -1,0 +1,119 @@
+"""Stability by construction (SPEC 10.7-10.8): row norms stay under `bound()` whatever comes in."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories.self_modifying_naive import learn
+from nestling.scan.self_modifying_types import Inputs, SelfRule
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import bounded
+
+SIZES = {"width": 8, "heads": 2, "chunk": 16, "chunk_others": 16}
+
+
+@pytest.mark.parametrize("name", bounded.CONFIGURATIONS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_adversarial_streams_stay_under_the_bound(name, trained):
+    """A small retention limit makes the bound small enough to be felt within a short stream."""
+    torch.manual_seed(0)
+    options = {**SIZES, **bounded.CONFIGURATIONS[name]}
+    memory = SelfModifying(SelfModifyingConfig(**options, retain_max=0.99))
+    if trained:
+        bounded.train(memory, steps=5)
+    else:
+        with torch.no_grad():
+            for parameter in memory.parameters():
+                parameter.add_(2 * torch.randn_like(parameter))
+    most, finite = bounded.largest_row(memory, 4000, piece=500)
+    assert finite
+    assert (most <= memory.bound() * (1 + 1e-5)).all()
+
+
+def test_twenty_thousand_tokens_of_every_stream():
+    torch.manual_seed(1)
+    memory = SelfModifying(SelfModifyingConfig(width=8, heads=2))
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    most, finite = bounded.largest_row(memory, 20_000, piece=1024)
+    assert finite
+    assert (most <= memory.bound() * (1 + 1e-5)).all()
+
+
+def greedy(rate_max, steps, retain=0.9, c=1.0):
+    """The adversary who picks the input that makes a row longest at every step."""
+    rule = SelfRule(rate_max=rate_max, retain_max=retain)
+    token = Inputs(torch.zeros(1, 2), torch.zeros(1, 2, 2), torch.zeros(1, 2))
+    w = torch.zeros(1, 1, 2, dtype=torch.float64)
+    alpha = torch.tensor([retain], dtype=torch.float64)
+    angles = torch.linspace(0, math.pi, 181, dtype=torch.float64)
+    choices = torch.stack([angles.cos(), angles.sin()], -1)
+    for _ in range(steps):
+        best = w
+        for x in choices:
+            for sign in (-c, c):
+                u = torch.full((1, 1), sign, dtype=torch.float64)
+                after, _ = learn(rule, w, None, (x[None], u), rate_max * alpha, alpha, token)
+                best = after if after.norm() > best.norm() else best
+        w = best
+    return float(w.norm())
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_the_bound_is_tight(negative):
+    """A greedy adversary stays below it and comes within three percent."""
+    options = {"retain_max": 0.9, "negative": negative}
+    memory = SelfModifying(SelfModifyingConfig(**SIZES, **options))
+    with torch.no_grad():
+        memory.first.zero_()
+    bound = float(memory.bound().max())
+    reached = greedy(2.0 if negative else 1.0, 60)
+    assert 0.97 * bound <= reached <= bound
+
+
+def test_a_write_survives_256_tokens_at_the_start():
+    """Retention alone keeps more than half; with the erasing of random keys a third is left."""
+    torch.manual_seed(0)
+    memory = SelfModifying(SelfModifyingConfig(width=128, heads=2))
+    x = torch.randn(1, 257, 128)
+    changed = x.clone()
+    changed[:, 0] = torch.randn(128)
+    with torch.no_grad():
+        first = [memory(x[:, :1])[1].weights.first for x in (x, changed)]
+        last = [memory(x)[1].weights.first for x in (x, changed)]
+    left = (last[0] - last[1]).norm() / (first[0] - first[1]).norm()
+    assert left > 1 / 3
+
+
+def test_zero_inputs_write_nothing():
+    memory = SelfModifying(SelfModifyingConfig(**SIZES)).double()
+    _, state = memory(torch.zeros(2, 40, 8, dtype=torch.float64))
+    start = memory.init(2).weights.first
+    shrunk = state.weights.first / start
+    torch.testing.assert_close(shrunk, shrunk[:, :, :1, :1, :1].expand_as(shrunk))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 3}, "heads must divide width"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1"),
+        ({"chunk": 64, "chunk_others": 48}, "one a multiple of the other"),
+        ({"objective": "l1"}, "objective must be 'dot' or 'l2'"),
+        ({"adaptive": ("k", "w")}, "adaptive must be some of"),
+        ({"retain_max": 1.0}, "retain_max must be in"),
+        ({"clip": 0.0}, "clip must be positive"),
+        ({"expansion": -1}, "expansion must be a whole number of at least 0"),
+    ],
+)
+def test_bad_configurations_fail_before_any_work(options, message):
+    with pytest.raises(ValueError, match=message):
+        SelfModifyingConfig(**{**SIZES, **options})
