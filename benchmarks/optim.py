@@ -1,0 +1,132 @@
+"""Cost of a step on about 10M parameters (20 matrices 512 x 1024 and 20 vectors), against torch's.
+
+    python benchmarks/optim.py            # ratios with their targets, and the memory of the states
+
+M3's slow momentum moves every `chunk` steps, so its cost is the mean over whole chunks. All arms
+take turns in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from common import interleaved, verdict
+from torch import nn
+
+from nestling.optim import DGD, M3, AdaMuon, DeepMomentum, DeltaMomentum, Muon, capture, compose
+from nestling.rules import adam
+
+MATRICES, ROWS, COLUMNS = 20, 512, 1024
+BATCH, WIDTHS = 128, (512, 1024, 1024, 10)  # the MLP of the DGD arm
+
+
+def parameters() -> list[nn.Parameter]:
+    """The 10M parameters, with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, COLUMNS)] * MATRICES + [(COLUMNS,)] * MATRICES
+    made = [nn.Parameter(0.02 * torch.randn(shape, generator=generator)) for shape in shapes]
+    for parameter in made:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return made
+
+
+def state_mb(optimizer: torch.optim.Optimizer) -> float:
+    """Megabytes of an optimizer's state."""
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return sum(v.nbytes for v in states if torch.is_tensor(v)) / 2**20
+
+
+def torch_muon() -> tuple[torch.optim.Optimizer, ...]:
+    """torch.optim.Muon takes matrices only; AdamW for the vectors, as everyone pairs them."""
+    made = parameters()
+    matrices, vectors = made[:MATRICES], made[MATRICES:]
+    return torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(vectors, lr=1e-3, foreach=False)
+
+
+def training_step(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], None]:
+    """Forward, backward and step of an MLP."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(WIDTHS):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1])
+    x, y = torch.randn(BATCH, WIDTHS[0]), torch.randint(WIDTHS[-1], (BATCH,))
+    optimizer = make(model)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return run
+
+
+def means(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Mean seconds per call; the arms take turns, after one warm-up round."""
+    totals = dict.fromkeys(arms, 0.0)
+    for turn in range(rounds + 1):
+        for name, run in arms.items():
+            start = time.perf_counter()
+            run()
+            totals[name] += (time.perf_counter() - start) * (turn > 0)
+    return {name: total / rounds for name, total in totals.items()}
+
+
+def measure() -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds per step and megabytes of state, by name."""
+    optimizers = {
+        "M3": (M3(parameters(), lr=1e-3),),
+        "Muon": (Muon(parameters(), lr=1e-3),),
+        "AdaMuon": (AdaMuon(parameters(), lr=1e-3),),
+        "torch.optim.Muon": torch_muon(),
+        "DeltaMomentum": (DeltaMomentum(parameters(), lr=1e-3),),
+        "DeepMomentum": (DeepMomentum(parameters(), lr=1e-3),),
+        "AdamW from rules": (compose(parameters(), adam(), lr=1e-3, weight_decay=0.01),),
+        "torch AdamW loop": (torch.optim.AdamW(parameters(), lr=1e-3, foreach=False),),
+    }
+    steps = {
+        name: lambda parts=parts: [part.step() for part in parts]
+        for name, parts in optimizers.items()
+    }
+    rounds = optimizers["M3"][0].param_groups[0]["chunk"]
+    seconds = means({n: s for n, s in steps.items() if "Mu" in n or n == "M3"}, rounds)
+    seconds |= interleaved({n: steps[n] for n in ("DeltaMomentum", "DeepMomentum")}, 3, 1)
+    seconds |= interleaved({n: s for n, s in steps.items() if "AdamW" in n}, 21, 3)
+    memory = {name: sum(map(state_mb, parts)) for name, parts in optimizers.items()}
+    training = {
+        "SGD training": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        "DGD training": lambda m: DGD(m.parameters(), lr=0.1, inputs=capture(m)),
+        "DGD erase=1 training": lambda m: DGD(m.parameters(), lr=0.1, erase=1.0, inputs=capture(m)),
+    }
+    seconds |= interleaved({n: training_step(make) for n, make in training.items()}, 41, 5)
+    return seconds, memory
+
+
+def main() -> int:
+    """Measure everything and print the verdicts."""
+    torch.set_num_threads(2)
+    seconds, memory = measure()
+    print(f"{'optimizer':<24} {'ms per step':>12} {'state MB':>9}")
+    for name, time_ in seconds.items():
+        state = f"{memory[name]:9.1f}" if name in memory else ""
+        print(f"{name:<24} {1e3 * time_:12.1f} {state}")
+    targets = [
+        ("M3", "Muon", 1.15),
+        ("M3", "torch.optim.Muon", 0.6),
+        ("DGD training", "SGD training", 1.5),
+        ("DGD erase=1 training", "SGD training", 1.5),
+        ("AdamW from rules", "torch AdamW loop", 1.5),
+    ]
+    met = [
+        verdict(f"{ours} / {theirs}", seconds[ours] / seconds[theirs], target, at_most=True)
+        for ours, theirs, target in targets
+    ]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
