@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel, LlamaConfig, LlamaForCausalLM
 
 import nestling
 from nestling.levels import Level
@@ -63,6 +63,27 @@ def test_a_llama_with_adamw():
     assert description["model.layers.0-2.mlp"].copies == 3
     assert description["model.layers.0-2.mlp"].needs == tuple(moments)
     assert description.level_of("lm_head") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("gpt2", ["h.0-1.attn (cache)"]),
+        ("mistral", ["layers.0-1.self_attn (cache)"]),
+        ("bert", []),  # sees its whole input at once
+        ("mamba", []),  # has a state, but we do not know it
+    ],
+)
+def test_other_families_of_models(name, found):
+    config = CONFIG_MAPPING[name]()
+    config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    description = describe(model)
+    assert [c.name for c in description.components if c.clock == "token"] == found
+    assert weights(description) == sum(p.numel() for p in model.parameters())
+    if name == "mistral":
+        assert "last 4096 tokens" in description[found[0]].context
 
 
 @pytest.mark.parametrize(

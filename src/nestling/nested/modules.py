@@ -42,8 +42,8 @@ def _found(module: nn.Module, name: str) -> Iterator[Component]:
         if isinstance(module, kind):
             yield from describe(module, name or type(module).__name__)
             return
-    if _is_transformers_attention(module):
-        yield _attention(name or type(module).__name__, "whole sequence")
+    if _is_causal_attention(module):
+        yield _attention(name or type(module).__name__, _window(module))
         return
     parts = [part for child, m in module.named_children() for part in _found(m, _join(name, child))]
     yield from _chained(module, parts, name)
@@ -61,7 +61,8 @@ def _chained(module: nn.Module, parts: list[Component], name: str) -> Iterator[C
         yield replace(part, needs=(*part.needs, *mixer)) if in_channel else part
 
 
-def _attention(name: str, context: str) -> Component:
+def _attention(name: str, window: int | None) -> Component:
+    context = "whole sequence" if window is None else f"last {window} tokens"
     return Component(
         name=f"{name} (cache)",
         kind="non-parametric",
@@ -74,12 +75,7 @@ def _attention(name: str, context: str) -> Component:
 
 
 def _own_attention(module: Attention, name: str) -> Iterator[Component]:
-    window = module.config.window
-    yield _attention(name, "whole sequence" if window is None else f"last {window} tokens")
-
-
-def _multihead(module: nn.MultiheadAttention, name: str) -> Iterator[Component]:
-    yield _attention(name, "whole sequence")
+    yield _attention(name, module.config.window)
 
 
 def _linear(module: Any, name: str) -> Iterator[Component]:
@@ -171,7 +167,6 @@ KNOWN: list[tuple[type, Callable[..., Iterator[Component]]]] = [
     (LinearMemory, _linear),
     (Omega, _linear),
     (Memory, _any_memory),
-    (nn.MultiheadAttention, _multihead),
 ]
 """Modules whose learning in context is known, most special first."""
 
@@ -184,10 +179,22 @@ def _size(module: Memory, field: str) -> int:
     )
 
 
-def _is_transformers_attention(module: nn.Module) -> bool:
-    """Attention as the transformers package writes it: its name says so, and it has a cache."""
+def _is_causal_attention(module: nn.Module) -> bool:
+    """Attention of a decoder in the transformers package: it takes in one token after another.
+
+    Attention that sees its whole input at once (BERT, ViT) keeps nothing from token to token.
+    """
     theirs = type(module).__module__.startswith("transformers.")
-    return theirs and type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    named = type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    return theirs and named and getattr(module, "is_causal", None) is True
+
+
+def _window(module: Any) -> int | None:
+    """How many tokens a decoder's attention sees: its own word first, then the configuration's."""
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    config = getattr(module, "config", None)
+    return getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
 
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")

@@ -158,6 +158,8 @@ class Timeline:
         )
         parts.append(text(WIDTH - RIGHT + 12, y + 20, f"drift {total:.3g}", 12, INK))
         parts.append(text(WIDTH - RIGHT + 12, y + 38, f"surprise \u2264 {most:.3g}", 12, QUIET))
+        if lost := sum(not math.isfinite(m.surprise + m.drift) for m in moments):
+            parts.append(text(WIDTH - RIGHT + 12, y + 56, f"{lost} not finite", 12, "#b91c1c"))
         return parts
 
     def _x(self, position: int) -> float:
