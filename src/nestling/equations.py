@@ -35,7 +35,7 @@ __all__ = [
 
 PACKAGE = Path(__file__).resolve().parent
 TESTS = PACKAGE.parents[1] / "tests"
-CITATION = re.compile(r"\bEqs?\.\s+(\d+(?:-\d+)?(?:(?:,|\s+and|,\s+and)\s+\d+(?:-\d+)?\b)*)")
+CITATION = re.compile(r"\bEqs?\.\s+(\d+(?:-\d+)?(?:(?:/|(?:,|,?\s+and)\s+)\d+(?:-\d+)?\b)*)")
 
 
 class Equation(NamedTuple):

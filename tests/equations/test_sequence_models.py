@@ -91,6 +91,15 @@ def test_a_sliding_window_is_the_same_over_the_last_pairs(window):
         close(answers[t], argmin(lambda m: kernel_loss(m, query, keys, values), start))  # noqa: B023
 
 
+def test_a_window_that_sees_nothing_is_refused_and_an_empty_context_is_not():
+    with pytest.raises(ValueError, match="window must be at least 1, or None for all; got 0"):
+        attention(context(), window=0)
+    start, empty = double(DO, DI), Context(double(0, DI), double(0, DO), double(0, DI))
+    reads, memory = remember(hebbian, start, empty)
+    assert reads.shape == (0, DO)
+    assert memory is start
+
+
 @pytest.mark.equation(64)
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_a_hebbian_memory_with_decay_is_attention_that_fades(batch):

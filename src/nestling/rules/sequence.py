@@ -68,7 +68,7 @@ def remember(
         )
         memory, state = apply(rule, memory, Write(-v.mT @ k, k, v), state, gates)
         reads.append(context.queries[..., t : t + 1, :] @ memory.mT)
-    return torch.cat(reads, dim=-2), memory
+    return torch.cat(reads, dim=-2) if reads else context.values, memory
 
 
 hebbian = descend(dot)
@@ -110,10 +110,13 @@ def attention(context: Context, *, window: int | None = None) -> Tensor:
     It needs no training and forgets nothing (Eq. 62), or all but the last `window` pairs (Eq. 63).
     """
     keys, values, queries = context
-    age = torch.arange(keys.shape[-2]).unsqueeze(-1) - torch.arange(keys.shape[-2])  # [T, T]
-    visible = (age >= 0) & (age < (window or keys.shape[-2]))
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window must be at least 1, or None for all; got {window!r}")
+    time = torch.arange(keys.shape[-2], device=keys.device)
+    age = time.unsqueeze(-1) - time  # [T, T]
+    visible = age >= 0 if window is None else (age >= 0) & (age < window)
     scores = queries @ keys.mT / math.sqrt(keys.shape[-1])
-    scores = scores.masked_fill(~visible.to(scores.device), -math.inf)
+    scores = scores.masked_fill(~visible, -math.inf)
     return torch.softmax(scores, dim=-1) @ values
 
 
