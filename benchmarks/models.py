@@ -180,7 +180,8 @@ def main() -> int:
         "memory": lambda: memory(options.model),
         "decode": lambda: decode(options.model),
     }
-    return 0 if all([runs[part]() for part in chosen]) else 1
+    met = [runs[part]() for part in chosen]
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Blocks: a mixer memory and a channel memory, composed (Eq. 69-70, 74, 94-97)."""
 
+from nestling.blocks.adaptive import AdaptiveMLP, AdaptiveState
 from nestling.blocks.block import Block, BlockState
 from nestling.blocks.channel import Chain, Channel, FeedForward, InContext, Parallel
 from nestling.blocks.mlp import ACTIVATIONS, MLP, SwiGLU
@@ -11,6 +12,8 @@ __all__ = [
     "CHANNELS",
     "MIXERS",
     "MLP",
+    "AdaptiveMLP",
+    "AdaptiveState",
     "Block",
     "BlockState",
     "Chain",

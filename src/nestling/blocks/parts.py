@@ -9,18 +9,38 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nestling.blocks.channel import Chain, Channel, FeedForward, Parallel
+from nestling.blocks.adaptive import AdaptiveMLP
+from nestling.blocks.channel import Chain, Channel, FeedForward, InContext, Parallel
 from nestling.blocks.mlp import ACTIVATIONS
 from nestling.levels import Level
+from nestling.memories.attention import Attention, AttentionConfig
 from nestling.memories.core import Memory
+from nestling.memories.linear import (
+    DeltaNetConfig,
+    GatedDeltaConfig,
+    LinearAttentionConfig,
+    LinearMemory,
+    RetentionConfig,
+)
+from nestling.memories.oja import OjaConfig
+from nestling.memories.omega import Omega, OmegaConfig
 from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
+from nestling.memories.titans import TitansConfig
 
 __all__ = ["CHANNELS", "MIXERS", "ChannelSpec", "MixerSpec"]
 
 Part = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
 
 MIXERS: dict[str, Part] = {
+    "attention": (AttentionConfig, Attention),
+    "deltanet": (DeltaNetConfig, LinearMemory),
+    "gated_delta": (GatedDeltaConfig, LinearMemory),
+    "linear": (LinearAttentionConfig, LinearMemory),
+    "oja": (OjaConfig, LinearMemory),
+    "omega": (OmegaConfig, Omega),
+    "retnet": (RetentionConfig, LinearMemory),
     "self_modifying": (SelfModifyingConfig, SelfModifying),
+    "titans": (TitansConfig, SelfModifying),
 }
 """Mixer memories by name."""
 
@@ -77,6 +97,11 @@ class ChannelSpec:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}; got {self.activation!r}"
             )
+        if self.name == "in_context" and self.hidden and self.hidden % self.heads:
+            raise ValueError(
+                f"heads={self.heads} must divide the in-context channel's hidden width; got"
+                f" {self.hidden}"
+            )
         names = [level.name for level in self.levels]
         if len(set(names)) < len(names):
             raise ValueError(f"levels must have different names; got {names}")
@@ -99,8 +124,14 @@ def _feed_forward(spec: ChannelSpec) -> Channel:
     return FeedForward(spec.width, spec.hidden or 8 * spec.width // 3, eps=spec.eps)
 
 
+def _in_context(spec: ChannelSpec) -> Channel:
+    hidden = spec.hidden or 2 * spec.width
+    return InContext(AdaptiveMLP(spec.width, hidden, spec.heads), eps=spec.eps)
+
+
 CHANNELS: dict[str, Callable[[ChannelSpec], Channel]] = {
     "cms": _continuum,
+    "in_context": _in_context,
     "swiglu": _feed_forward,
 }
 """Channel memories by name."""

@@ -10,12 +10,13 @@ given as keywords; with an explicit `intermediate_size` nothing is adjusted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nestling.blocks import Block
+from nestling.blocks import Block, ChannelSpec, MixerSpec
 from nestling.models.configuration import NestlingConfig
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
@@ -111,21 +112,27 @@ def configure(size: Size, mixer: str = "hope", **fields: Any) -> NestlingConfig:
 def parameter_count(config: NestlingConfig) -> int:
     """The parameters of the model, without making them."""
     ends = 1 if config.tie_word_embeddings else 2
-    layers = range(config.num_hidden_layers)
-    blocks = sum(_block_parameters(config.mixer_spec(i), config.channel_spec(i)) for i in layers)
-    return config.vocab_size * config.hidden_size * ends + config.hidden_size + blocks
+    total = config.vocab_size * config.hidden_size * ends + config.hidden_size
+    counted: dict[tuple[str, str], int] = {}
+    for layer in range(config.num_hidden_layers):
+        mixer, channel = config.mixer_spec(layer), config.channel_spec(layer)
+        kind = mixer.name, channel.name
+        if kind not in counted:
+            counted[kind] = _block_parameters(mixer, channel)
+        total += counted[kind]
+    return total
 
 
-def _block_parameters(mixer: Any, channel: Any) -> int:
+def _block_parameters(mixer: MixerSpec, channel: ChannelSpec) -> int:
     with torch.device("meta"):
         block = Block(mixer.build(), channel.build())
     return sum(weight.numel() for weight in block.parameters())
 
 
 def _fit(parameters: int, given: dict[str, Any]) -> int:
-    """The hidden width, a multiple of 4, that brings the count (affine in it) nearest to goal."""
-    step = 4 * given["num_attention_heads"]
-    low, high = (
+    """The hidden width, a multiple of 4 and of the heads, that comes nearest to the goal."""
+    step = math.lcm(4, given["num_attention_heads"])
+    low, high = (  # the count is affine in the hidden width
         parameter_count(NestlingConfig(**given, intermediate_size=hidden))
         for hidden in (step, 2 * step)
     )

@@ -1,0 +1,48 @@
+"""Presets: sizes as promised, and the same size for every model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nestling.models import NestlingForCausalLM, presets
+from nestling.models.presets import MODELS
+
+SIZES = {
+    presets.tiny: 1_000_000,
+    presets.small: 5_000_000,
+    presets.base: 60_000_000,
+    presets.hope_760m: 760_000_000,
+    presets.hope_1b3: 1_300_000_000,
+}
+
+
+@pytest.mark.parametrize("preset", SIZES, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("mixer", MODELS)
+def test_all_models_of_a_size_have_as_many_parameters(preset, mixer):
+    count = presets.parameter_count(preset(mixer=mixer))
+    assert abs(count / SIZES[preset] - 1) < 0.01, count
+
+
+@pytest.mark.parametrize("mixer", MODELS)
+def test_the_count_is_that_of_the_model(mixer):
+    for config in (presets.tiny(mixer), presets.tiny(mixer, tie_word_embeddings=False)):
+        with torch.device("meta"):
+            model = NestlingForCausalLM(config)
+        if config.tie_word_embeddings:
+            model.tie_weights()
+        assert model.num_parameters() == presets.parameter_count(config)
+
+
+def test_tiny_is_hope_on_bytes():
+    config = presets.tiny()
+    assert (config.mixer, config.channel, config.vocab_size) == ("self_modifying", "cms", 259)
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (256, 257, 258)
+
+
+def test_fields_can_be_given_and_mistakes_are_named():
+    assert presets.tiny(num_hidden_layers=2, intermediate_size=32).intermediate_size == 32
+    with pytest.raises(ValueError, match="mixer must be one of hope, "):
+        presets.tiny("mamba")
+    with pytest.raises(ValueError, match="more than 1000000"):
+        presets.tiny(hidden_size=1024)
