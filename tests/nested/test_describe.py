@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,11 +14,21 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, LlamaConfig, LlamaForCausalLM
 
 import nestling
+from nestling import rules
 from nestling.levels import Level
 from nestling.memories.state import tree_leaves
 from nestling.models.presets import tiny
 from nestling.nested import Component, Description, describe
-from nestling.optim import M3, Muon, NestedOptimizer
+from nestling.optim import (
+    DGD,
+    M3,
+    DeepMomentum,
+    DeltaMomentum,
+    Muon,
+    NestedOptimizer,
+    capture,
+    compose,
+)
 
 
 def llama(layers=3):
@@ -116,19 +127,50 @@ def test_what_torch_optimizers_remember_is_what_they_then_hold(make, memories):
     assert before == held
 
 
-def test_our_optimizers_state_has_the_size_we_say():
-    model = hope()
-    optimizer = M3(model.parameters(), lr=1e-3, chunk=4)
+OURS = {
+    "M3": lambda m: M3(m.parameters(), lr=1e-3, chunk=4),
+    "Muon": lambda m: Muon(m.parameters()),
+    "DeltaMomentum": lambda m: DeltaMomentum(m.parameters()),
+    "DeepMomentum": lambda m: DeepMomentum(m.parameters()),
+    "DGD": lambda m: DGD(m.parameters(), inputs=capture(m)),
+    "Composed": lambda m: compose(m.parameters(), rules.momentum(), rules.adam()),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_optimizers_state_has_the_size_we_say(name):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = OURS[name](model)
     description = describe(model, optimizer)
-    told = sum(c.state for c in description.components if c.kind == "optimizer memory")
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    memories = [c for c in description.components if c.kind == "optimizer memory"]
+    model(torch.randn(16, 6)).square().mean().backward()
     optimizer.step()
     held = [v for s in optimizer.state.values() for n, v in s.items() if n != "step"]
-    assert told == sum(v.numel() for v in held)
+    assert sum(c.state for c in memories) == sum(v.numel() for v in held)
+    assert all(c.objective != "its rule's" for c in memories)
+    assert bool(memories) == (name != "DGD")
+
+
+def test_a_slow_momentum_is_slower_than_the_weights_that_follow_it():
+    model = hope()
+    description = describe(model, M3(model.parameters(), lr=1e-3, chunk=4))
     assert description["M3.slow"].chunk == 4
-    assert description.level_of("M3.slow") == 1  # slower than the weights that follow it
+    assert description.level_of("M3.slow") == 1
     assert description.level_of("M3.fast") > description.level_of("model.norm")
+
+
+def test_an_unknown_rule_is_not_given_an_objective():
+    class Own(NamedTuple):
+        memory: torch.Tensor
+
+    def step(write, state, weight, gates):
+        return write, state
+
+    rule = rules.Rule(lambda weight: Own(torch.zeros_like(weight)), step)
+    model = nn.Linear(2, 2)
+    assert describe(model, compose(model.parameters(), rule))["Composed.memory"].objective == (
+        "its rule's"
+    )
 
 
 def nested_hope(chunks):
@@ -294,7 +336,8 @@ def test_without_an_optimizer_nothing_outside_the_context_changes():
     description = describe(hope())
     assert description.levels[0].every == "never"
     assert description.levels[-1].every == "every token"
-    assert description.notes
+    assert "no optimizer was given" in description.notes[0]
+    assert "fast every 512 tokens" in description.notes[1]
 
 
 def test_order_of_definition_2_is_checked():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nestling.nested.description import Component, Description
-from nestling.nested.modules import collapse, in_context
+from nestling.nested.modules import collapse, continuum, in_context
 from nestling.nested.optimizers import Part, memories, parts
 from nestling.nested.problem import Problem
 from nestling.nested.system import NestedSystem
@@ -45,6 +45,7 @@ def describe(model: nn.Module | NestedSystem, optimizer: Optimizer | None = None
     notes = [] if optimizer else [NO_OPTIMIZER]
     if optimizer:
         title += f" with {_optimizer_name(optimizer)}"
+    notes += continuum(model)
     return Description(title, [*in_context(model), *_outer(model, optimizer, notes)], notes)
 
 

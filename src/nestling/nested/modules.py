@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from nestling.blocks.adaptive import AdaptiveMLP
 from nestling.blocks.block import Block
+from nestling.blocks.channel import Chain, Parallel
 from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
 from nestling.memories.state import tree_leaves
-from nestling.nested.description import Component
+from nestling.nested.description import Component, every
 
-__all__ = ["collapse", "in_context"]
+__all__ = ["collapse", "continuum", "in_context"]
 
 PAIRS = "keys and values of the sequence"
 START = "its start is learned by backpropagation"
@@ -31,6 +32,21 @@ WHOLE = "backpropagation through its state"
 def in_context(model: nn.Module) -> list[Component]:
     """The components that change while a sequence is read, the same of all layers as one."""
     return collapse(_found(model, ""))
+
+
+def continuum(model: nn.Module) -> list[str]:
+    """What to say about continuum memories that stay as they are while a sequence is read."""
+    declared = {
+        tuple((level.name, every("token", level.chunk)) for level in module.levels)
+        for module in model.modules()
+        if isinstance(module, Chain | Parallel)
+    }
+    return [
+        "continuum memory: "
+        + ", ".join(f"{name} {pace}" for name, pace in levels)
+        + ", as declared; within a sequence it is frozen, its weights are listed where they step"
+        for levels in sorted(declared)
+    ]
 
 
 def _found(module: nn.Module, name: str) -> Iterator[Component]:

@@ -6,13 +6,18 @@ the state it has made so far is reported as it is, without an objective.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from nestling.rules.adam import Moments, SecondMoment
+from nestling.rules.deep_momentum import DeepMomentumState
+from nestling.rules.delta_momentum import DeltaMomentumState
+from nestling.rules.momentum import MomentumState
+from nestling.rules.multiscale import MultiScaleState
 
 __all__ = ["Part", "Remembered", "memories", "parts"]
 
@@ -100,17 +105,15 @@ def _from_table(table: Callable[[Group], dict[str, str]], optimizer: Optimizer) 
     return list(found.values())
 
 
-OBJECTIVES = {
-    "memory": GRADIENT,
-    "momentum": GRADIENT,
-    "mean": GRADIENT,
-    "first": GRADIENT,
-    "fast": GRADIENT,
-    "slow": "-<m, sum of g>",
-    "second": SQUARE,
-    "square": SQUARE,
+LEARNS: dict[type, dict[str, str]] = {
+    MomentumState: {"memory": GRADIENT},
+    DeltaMomentumState: {"memory": "|m g - 1|^2 / 2"},
+    DeepMomentumState: {"inner": "|m(g) - 1|^2 / 2", "outer": "|m(g) - 1|^2 / 2"},
+    Moments: {"first": GRADIENT, "second": SQUARE},
+    SecondMoment: {"second": SQUARE},
+    MultiScaleState: {"fast": GRADIENT, "slow": "-<m, sum of g>", "second": SQUARE},
 }
-"""The objectives behind the usual field names of our rules' states."""
+"""What the fields of our rules' states are trained on."""
 
 KEPT_WITH = {"total": "slow", "slow_out": "slow"}
 """Fields that only serve another memory: the sum it is waiting for, and what it last answered."""
@@ -122,27 +125,28 @@ def _from_rules(optimizer: Any) -> list[Remembered]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             rule = optimizer.rule(group, parameter.ndim < 2)
-            weight = torch.empty(parameter.shape if parameter.ndim > 1 else (1, *parameter.shape))
-            for path, size in _sizes(rule.init(weight)):
-                field = KEPT_WITH.get(path.split(".")[-1], path.split(".")[-1])
-                old = found.get(field, Remembered(field, OBJECTIVES.get(field, "its rule's"), 0))
-                chunk = _slow_chunk(group) if field == "slow" else 1
-                found[field] = old._replace(size=(old.size or 0) + size, chunk=chunk)
+            shape = parameter.shape if parameter.ndim > 1 else (1, *parameter.shape)
+            for owner, field, size in _leaves(rule.init(torch.empty(shape, device="meta"))):
+                name = KEPT_WITH.get(field, field)
+                objective = LEARNS.get(owner, {}).get(name, "its rule's")
+                old = found.get(name, Remembered(name, objective, 0))
+                chunk = int(group.get("chunk", 1)) if name == "slow" else 1
+                found[name] = old._replace(size=(old.size or 0) + size, chunk=chunk)
     return list(found.values())
 
 
-def _slow_chunk(group: Group) -> int:
-    chunk = group.get("chunk", 1)
-    return int(chunk) if chunk != math.inf else 1
-
-
-def _sizes(state: Any, path: str = "") -> Iterator[tuple[str, int]]:
+def _leaves(
+    state: Any, owner: type = tuple, field: str = "state"
+) -> Iterator[tuple[type, str, int]]:
+    """Every tensor of a rule's state: the NamedTuple that holds it, its field, its size."""
     if isinstance(state, Tensor):
-        yield path, state.numel()
+        yield owner, field, state.numel()
     elif isinstance(state, tuple):
-        fields = getattr(state, "_fields", range(len(state)))
-        for field, part in zip(fields, state, strict=True):
-            yield from _sizes(part, f"{path}.{field}" if path else str(field))
+        named = getattr(state, "_fields", None)
+        for place, part in enumerate(state):
+            yield from _leaves(
+                part, type(state) if named else owner, named[place] if named else field
+            )
 
 
 def _as_found(optimizer: Optimizer) -> list[Remembered]:
