@@ -90,6 +90,9 @@ RULES = {
     "l2": SelfRule(objective="l2", chunk=4, chunk_others=4, clip=0.5),
     "adaptive q": SelfRule(adaptive=(*ALL, "q"), chunk=4, chunk_others=4),
     "some static": SelfRule(adaptive=("v", "alpha"), objective="l2", chunk=4, chunk_others=4),
+    "stage 1 by gradient descent": SelfRule(
+        adaptive=(), own_values=False, objective="l2", erase=False, chunk=4, chunk_others=4
+    ),
     "no erase": SelfRule(erase=False, objective="l2", chunk=4, chunk_others=4),
     "negative": SelfRule(rate_max=2.0, chunk=4, chunk_others=4),
     "slow others": SelfRule(chunk=2, chunk_others=6, objective="l2"),
@@ -99,19 +102,22 @@ RULES = {
 }
 
 
+STATIC = ("stage 1", "stage 1 by gradient descent")
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_matrix_memories(name):
     for tokens, position in ((11, 0), (5, 3), (1, 6)):
         compare(RULES[name], tokens, position)
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 3", "l2", "no erase", "slow others"])
+@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "slow others"])
 def test_two_layer_memories(name):
     for tokens, position in ((9, 0), (5, 3)):
         compare(RULES[name], tokens, position, deep=True)
 
 
-@pytest.mark.parametrize("name", ["stage 3", "l2", "no erase"])
+@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase"])
 @pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
     compare(RULES[name], 9, 3, momentum=True, deep=deep)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nestling.objectives import dot, l2
+from nestling.scan.mlp import scan_mlp
+from nestling.scan.mlp_types import MLPState
 from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_segment import answer, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
@@ -53,7 +56,62 @@ def _scan(
         return y, Weights(first), Weights(begun)
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
+    known = not rule.adaptive and not rule.own_values and not rule.read_start
+    if known and weights.second is not None and inputs.valid is None:
+        return _scan_known(rule, inputs, weights, start, position, recompute)
     return _scan_together(rule, inputs, weights, start, position)
+
+
+def _scan_known(
+    rule: SelfRule,
+    inputs: Inputs,
+    weights: Weights,
+    start: Weights,
+    position: int,
+    recompute: bool,
+) -> tuple[Tensor, Weights, Weights]:
+    """Stage 1 (Eq. 76-78): nothing that goes in depends on the memory, so `scan_mlp` takes it."""
+    if weights.second is None or inputs.k is None or inputs.v is None or inputs.q is None:
+        raise ValueError("static projections need Inputs.k, Inputs.v and Inputs.q")
+    raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1)  # [b, T, 2]
+    retain = rule.retain(raw[..., 1])
+    rate = retain * rule.rate_max * torch.sigmoid(raw[..., 0])
+    inside = position % rule.chunk != 0
+    moved = (None, None) if weights.moved is None else weights.moved
+    state = MLPState(
+        weights.second[:, 0],
+        weights.first[:, 0],
+        start.second[:, 0] if inside and start.second is not None else None,
+        start.first[:, 0] if inside else None,
+        None if moved[1] is None else moved[1][:, 0],
+        None if moved[0] is None else moved[0][:, 0],
+        position,
+    )
+    y, end = scan_mlp(
+        state,
+        inputs.k,
+        inputs.v,
+        rate,
+        retain,
+        inputs.q,
+        objective=l2 if rule.objective == "l2" else dot,
+        rule="dgd" if rule.erase else "gd",
+        read="before",
+        chunk=rule.chunk,
+        clip=rule.clip,
+        momentum=inputs.theta,
+        recompute=recompute,
+        check=False,
+    )
+    if y is None:
+        raise AssertionError("unreachable: queries were given")
+    first, second = end.w2.unsqueeze(1), end.w1.unsqueeze(1)
+    running = Weights(first, second)
+    if end.velocity1 is not None and end.velocity2 is not None:
+        running = running._replace(moved=(end.velocity2.unsqueeze(1), end.velocity1.unsqueeze(1)))
+    if end.start1 is None or end.start2 is None:
+        return y, running, Weights(first, second)
+    return y, running, Weights(end.start2.unsqueeze(1), end.start1.unsqueeze(1))
 
 
 def _run(rule: SelfRule, part: Inputs, weights: Weights, start: Weights) -> tuple[Tensor, Weights]:
