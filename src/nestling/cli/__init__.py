@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model from a recipe; run the same command again to go on",
     "generate": "let a model write",
     "eval": "perplexity on a file, loss against position",
+    "cost": "operations, bytes and communication of a training run on GPUs",
     "describe": "show a model and its optimizer as nested levels",
 }
 
