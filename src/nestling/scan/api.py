@@ -7,17 +7,23 @@ from typing import TypeVar, overload
 
 from torch import Tensor
 
-from nestling.scan.checks import MomentumState, Read, Rule
-from nestling.scan.naive import scan_naive
+from nestling.scan.checks import MomentumState, Read, Rule, check_scan
+from nestling.scan.chunk import scan_chunk_autograd
+from nestling.scan.fla import scan_fla
+from nestling.scan.naive import run_naive
+from nestling.scan.op import scan_chunk
 
 __all__ = ["BACKENDS", "scan"]
 
 S = TypeVar("S", Tensor, MomentumState)
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor | None, Tensor | MomentumState]]] = {
-    "naive": scan_naive,
+    "naive": run_naive,
+    "chunk": scan_chunk,
+    "chunk_autograd": scan_chunk_autograd,
+    "fla": scan_fla,
 }
-"""Back ends by name; each has the signature of `scan_naive`. Register your own by assignment."""
+"""Back ends by name; each takes what `run_naive` takes. Register your own by assignment."""
 
 
 @overload
@@ -67,13 +73,20 @@ def scan(
     chunk: tokens solved together; it changes speed, never the result.
     recompute: save less for the backward pass and compute it again there.
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
-    backend: a name from `BACKENDS`; None picks the fastest that fits.
+    backend: a name from `BACKENDS`. None and `chunk`: chunked, hand-written backward pass, once
+        differentiable; `chunk_autograd`: chunked, differentiable to any order; `naive`: token by
+        token (None picks it for a single token); `fla`: CUDA, see `nestling.scan.fla`.
     """
-    name = "naive" if backend is None else backend
-    if name not in BACKENDS:
+    check_scan(
+        state, x, u, rate, retain, queries,
+        rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
+    )  # fmt: skip
+    if backend is None:
+        backend = "naive" if x.shape[-2] <= 1 else "chunk"
+    if backend not in BACKENDS:
         words = ", ".join(repr(word) for word in BACKENDS)
         raise ValueError(f"backend must be None or one of {words}; got {backend!r}")
-    return BACKENDS[name](  # type: ignore[return-value]
-        state, x, u, rate, retain, queries, rule=rule, read=read, chunk=chunk,
-        momentum=momentum, recompute=recompute, check=check,
+    return BACKENDS[backend](  # type: ignore[return-value]
+        state, x, u, rate, retain, queries,
+        rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nestling.scan.checks import MomentumState, Read, Rule, check_scan, compute_dtype
 
-__all__ = ["scan_naive"]
+__all__ = ["run_naive", "scan_naive"]
 
 S = TypeVar("S", Tensor, MomentumState)
 
@@ -44,6 +44,27 @@ def scan_naive(
         state, x, u, rate, retain, queries,
         rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
     )  # fmt: skip
+    return run_naive(
+        state, x, u, rate, retain, queries,
+        rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute,
+    )  # fmt: skip
+
+
+def run_naive(
+    state: Tensor | MomentumState,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor,
+    retain: Tensor,
+    queries: Tensor | None,
+    *,
+    rule: Rule,
+    read: Read,
+    chunk: int,
+    momentum: Tensor | None,
+    recompute: bool,
+) -> tuple[Tensor | None, Any]:
+    """The loop itself, for input that was checked."""
     weight: Tensor = state.weight if isinstance(state, MomentumState) else state  # [..., Do, Di]
     velocity: Tensor | None = state.velocity if isinstance(state, MomentumState) else None
     dtype = compute_dtype(weight, velocity, x, u, rate, retain, queries, momentum)
