@@ -13,7 +13,8 @@ __all__ = ["RMSNorm", "rms_norm"]
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if eager and x.device.type == "cpu" and x.dtype == weight.dtype:
+    wide = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    if eager and wide and x.device.type == "cpu":
         return _RMSNorm.apply(x, weight, eps)
     return nn.functional.rms_norm(x, weight.shape, weight, eps)
 
