@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -74,6 +75,24 @@ def test_a_llama_with_adamw():
     assert description["model.layers.0-2.mlp"].copies == 3
     assert description["model.layers.0-2.mlp"].needs == tuple(moments)
     assert description.level_of("lm_head") == 1
+
+
+def test_experts_of_all_layers_are_one_component_until_their_paces_differ():
+    layer = {"experts": nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), "gate": nn.Linear(2, 4)}
+    model = nn.ModuleDict(
+        {"layers": nn.ModuleList(copy.deepcopy(nn.ModuleDict(layer)) for _ in range(3))}
+    )
+    description = describe(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (level,) = description.levels
+    assert {c.name: c.copies for c in level.components} == {
+        "layers.0-2.experts.0-3": 12,
+        "layers.0-2.gate": 3,
+    }
+    for block in model["layers"]:
+        block["experts"][1].requires_grad_(False)
+    frozen, trained = describe(model, torch.optim.SGD(model.parameters(), lr=0.1)).levels
+    assert [c.name for c in frozen.components] == ["layers.0-2.experts.1"]
+    assert "layers.0-2.experts.0,2-3" in [c.name for c in trained.components]
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def _lines(component: Component, width: float) -> list[Line]:
 
 
 def _numbers(component: Component) -> str:
-    counts = [f"{component.copies} layers"] if component.copies > 1 else []
+    counts = [f"{component.copies} copies"] if component.copies > 1 else []
     if component.parameters:
         counts.append(f"{short(component.parameters)} parameters")
     elif component.state is None:

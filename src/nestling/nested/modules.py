@@ -7,7 +7,7 @@ A module can also speak for itself: one that has a method `describe_levels(name)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -216,12 +216,23 @@ def _window(module: Any) -> int | None:
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|\s|$)")
 
 
-def collapse(components: Iterator[Component] | list[Component]) -> list[Component]:
-    """The same part of several layers as one component: `layers.0-15.mixer`, 16 copies."""
+def collapse(components: Iterable[Component]) -> list[Component]:
+    """The same part of several layers as one component: `layers.0-15.mixer`, 16 copies.
+
+    Numbers inside it likewise, as long as nothing but the number differs: `mlp.experts.0-63`.
+    """
+    before = list(components)
+    while len(after := _collapse_once(before)) < len(before):
+        before = after
+    return after
+
+
+def _collapse_once(components: list[Component]) -> list[Component]:
     groups: dict[Any, list[Component]] = {}
     for component in components:
         pattern = NUMBER.sub("*", component.name, count=1)
-        key = (pattern, replace(component, name="", needs=(), parameters=0, state=None))
+        same = replace(component, name="", needs=(), parameters=0, state=None, copies=1)
+        key = (pattern, same)
         groups.setdefault(key, []).append(component)
     names = {c.name: _ranged([m.name for m in group]) for group in groups.values() for c in group}
     return [
