@@ -26,6 +26,7 @@ more every `chunk` steps. The chunk's gradients are one running sum. The clock i
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,9 @@ def multiscale(
         grad = write.grad
         fast = accumulate(state.fast, grad, retain=beta1, rate=1.0 - beta1)
         ahead = torch.lerp(grad, fast, beta1) if nesterov else fast
-        out = newton_schulz(ahead, steps, coefficients) + slow_weight * state.slow_out
+        out = torch.add(
+            newton_schulz(ahead, steps, coefficients), state.slow_out, alpha=slow_weight
+        )
         slow, total, slow_out = state.slow, state.total + grad, state.slow_out
         if due(gates.step, chunk):
             slow = accumulate(slow, total, retain=beta3, rate=(1.0 - beta3) / chunk)
@@ -124,9 +127,9 @@ def multiscale(
         if second != "none":
             source = out if second == "update" else grad
             new_second = mean_square(state.second, source, beta2)
-            root = (new_second / (1.0 - beta2**gates.step)).sqrt()
-            root = root / root.mean((-2, -1), keepdim=True).clamp(min=TINY)
-            out = out / (root + eps)
+            root = new_second.sqrt()  # its scale, bias correction too, goes with the fixed size
+            mean = root.mean((-2, -1), keepdim=True).clamp(min=TINY)
+            out = out / root.add_(eps * mean)
         out = out * (rms / _rms(out))
         return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
 
@@ -138,4 +141,5 @@ def _init(weight: Tensor) -> MultiScaleState:
 
 
 def _rms(matrix: Tensor) -> Tensor:
-    return matrix.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=TINY)
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return (norm / math.sqrt(matrix.shape[-2] * matrix.shape[-1])).clamp(min=TINY)
