@@ -2,6 +2,17 @@
 
 from nestling.scan.api import BACKENDS, scan
 from nestling.scan.checks import MomentumState
+from nestling.scan.mlp import scan_mlp
+from nestling.scan.mlp_naive import mlp_naive
+from nestling.scan.mlp_types import MLPState
 from nestling.scan.naive import scan_naive
 
-__all__ = ["BACKENDS", "MomentumState", "scan", "scan_naive"]
+__all__ = [
+    "BACKENDS",
+    "MLPState",
+    "MomentumState",
+    "mlp_naive",
+    "scan",
+    "scan_mlp",
+    "scan_naive",
+]

@@ -1,0 +1,148 @@
+"""What the two-layer scan works on: the memory's state, its nonlinearity, and what is accepted.
+
+Legend: `...` leading dimensions (sequences, heads), T tokens, D width, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.objectives import Objective, dot, l2
+from nestling.scan.checks import check_chunk, check_range, check_tensor, one_of
+
+__all__ = ["MLPState", "Sigma", "check_mlp", "gelu", "is_l2", "silu", "with_starts"]
+
+
+class MLPState(NamedTuple):
+    """A two-layer memory `M(x) = x + W1 sigma(W2 x)` (Eq. 89, 91) somewhere in its stream.
+
+    `MLPState(w1, w2)` begins a stream. Within a chunk the error signals come from the weights where
+    the chunk started, so a stream cut inside a chunk carries these too (`start1`, `start2`; None
+    where the position is a multiple of the chunk). `velocity1` and `velocity2` are the running
+    writes where the rule has momentum (SPEC 10.18; None is zero). `position` counts all tokens.
+    """
+
+    w1: Tensor  # [..., D, H]
+    w2: Tensor  # [..., H, D]
+    start1: Tensor | None = None  # [..., D, H]
+    start2: Tensor | None = None  # [..., H, D]
+    velocity1: Tensor | None = None  # [..., D, H]
+    velocity2: Tensor | None = None  # [..., H, D]
+    position: int = 0
+
+
+class Sigma(NamedTuple):
+    """An element-wise nonlinearity with two derivatives, all from z and one saved `gate`."""
+
+    gate: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma(z)
+    slope: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma'(z)
+    curve: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma''(z)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.value(z, self.gate(z))
+
+
+def _silu_slope(z: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(z, gate) + gate  # z g (1 - g) + g
+
+
+def _silu_curve(z: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(torch.addcmul(z, z, gate, value=-2.0) + 2.0, gate)
+
+
+def _normal(z: Tensor) -> Tensor:
+    return torch.exp(-0.5 * z * z) * 0.3989422804014327
+
+
+silu = Sigma(torch.sigmoid, torch.mul, _silu_slope, _silu_curve)
+"""`z sigmoid(z)`. The default: one exponential serves the value and both derivatives."""
+
+gelu = Sigma(
+    torch.special.ndtr,
+    torch.mul,
+    lambda z, gate: torch.addcmul(gate, z, _normal(z)),
+    lambda z, gate: (2.0 - z * z) * _normal(z),
+)
+"""`z Phi(z)`."""
+
+
+def is_l2(objective: object) -> bool:
+    """Whether the error is `v - M(x)` (`l2`) rather than `v` (`dot`); rejects anything else."""
+    if objective == l2:
+        return True
+    if objective == dot:
+        return False
+    raise ValueError(f"objective must be nestling.objectives.l2 or dot; got {objective!r}")
+
+
+def check_mlp(
+    state: MLPState, x: Tensor, v: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None, *,
+    objective: Objective, rule: str, read: str, chunk: int, clip: float | None,
+    momentum: Tensor | None, check: bool,
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError on the first argument that does not fit."""
+    is_l2(objective)
+    one_of("rule", rule, ("dgd", "gd"))
+    one_of("read", read, ("after", "before"))
+    check_chunk(chunk)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be a positive number, or None for no clipping; got {clip!r}")
+    if not isinstance(state, MLPState):
+        raise TypeError(f"state must be an MLPState(w1, w2, ...); got {type(state).__name__}")
+    for name, value in (("x", x), ("state.w1", state.w1)):
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            raise TypeError(
+                f"{name} must be a tensor of at least 2 dimensions, x [..., T, D] and w1"
+                f" [..., D, H]; got {list(value.shape) if isinstance(value, Tensor) else value!r}"
+            )
+    lead, tokens, width, hidden = x.shape[:-2], x.shape[-2], x.shape[-1], state.w1.shape[-1]
+    for name in ("w1", "start1", "velocity1", "w2", "start2", "velocity2"):
+        weight: Any = getattr(state, name)
+        down = name.endswith("1")
+        shape, legend = (width, hidden) if down else (hidden, width), "D, H" if down else "H, D"
+        if weight is not None or name in ("w1", "w2"):
+            check_tensor(f"state.{name}", weight, (*lead, *shape), f"[..., {legend}]")
+    _check_cut(state, chunk, momentum)
+    check_tensor("x", x, (*lead, tokens, width), "[..., T, D]")
+    check_tensor("v", v, (*lead, tokens, width), "[..., T, D]")
+    if queries is not None:
+        check_tensor("queries", queries, (*lead, tokens, width), "[..., T, D]")
+    gates = {"rate": (rate, torch.inf), "retain": (retain, 1.0)}
+    if momentum is not None:
+        gates["momentum"] = (momentum, 1.0)
+    for name, (gate, highest) in gates.items():
+        check_tensor(name, gate, (*lead, tokens), "[..., T]")
+        if check and not torch.compiler.is_compiling():
+            check_range(name, gate, highest)
+
+
+def _check_cut(state: MLPState, chunk: int, momentum: Tensor | None) -> None:
+    """A state cut inside a chunk needs the chunk's start; a velocity needs a momentum gate."""
+    position = state.position
+    if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+        raise ValueError(
+            f"state.position must be a whole number of tokens, at least 0; got {position!r}"
+        )
+    starts = (state.start1 is not None, state.start2 is not None)
+    if starts[0] != starts[1]:
+        raise ValueError("state.start1 and state.start2 must both be given or both be None")
+    if position % chunk and not starts[0]:
+        raise ValueError(
+            f"state.position {position} lies inside a chunk of {chunk}: state.start1 and"
+            " state.start2, the weights where that chunk started, must be given"
+        )
+    velocity = state.velocity1 is not None or state.velocity2 is not None
+    if momentum is None and velocity:
+        raise ValueError("state.velocity1 and state.velocity2 must be None without momentum")
+
+
+def with_starts(state: MLPState, chunk: int) -> MLPState:
+    """The same state with the chunk's start present exactly when the position lies inside one."""
+    if state.position % chunk == 0:
+        return state._replace(start1=None, start2=None)
+    return state
