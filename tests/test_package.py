@@ -57,3 +57,9 @@ def test_no_pickle_and_no_long_files(path):
     text = path.read_text()
     assert not re.search(r"^\s*(import|from) pickle|torch\.load\(", text, re.MULTILINE)
     assert text.count("\n") <= 400, "two ideas in one room?"
+
+
+@pytest.mark.parametrize("room", ["rules", "scan", "memories", "blocks", "models"])
+def test_math_and_models_are_free_of_distribution_code(room):
+    for path in (ROOT / "src/nestling" / room).rglob("*.py"):
+        assert "torch.distributed" not in path.read_text(), path
