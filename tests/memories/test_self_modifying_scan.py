@@ -130,3 +130,18 @@ def test_padding_and_different_positions(options):
         compare(RULES[name], 9, [0, 3, 11], valid=True, **options)
         compare(RULES[name], 10, [5, 3, 0], **options)
         compare(RULES[name], 1, [5, 3, 0], **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("position", [0, 3, 5, [3, 0, 7]])
+def test_one_token_without_gradients(name, position):
+    """Generation takes a path of its own."""
+    for valid in (False, True):
+        inputs, weights, start = case(RULES[name], 1, valid=valid)
+        where = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
+        want = scan_naive(RULES[name], inputs, weights, start, where)
+        mine = where if isinstance(position, list) or valid else position
+        got = scan_self_modifying(RULES[name], inputs, weights, start, mine)
+        for a, b in zip(leaves(want), leaves(got), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

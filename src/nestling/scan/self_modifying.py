@@ -18,6 +18,7 @@ from nestling.objectives import dot, l2
 from nestling.scan.mlp import scan_mlp
 from nestling.scan.mlp_types import MLPState
 from nestling.scan.self_modifying_function import scan_matrix
+from nestling.scan.self_modifying_matrix import one_token
 from nestling.scan.self_modifying_segment import answer, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
@@ -51,6 +52,8 @@ def _scan(
     recompute: bool,
 ) -> tuple[Tensor, Weights, Weights]:
     plain = weights.second is None and weights.moved is None
+    if plain and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
+        return _scan_one(rule, inputs, weights, start, position)
     if plain and not isinstance(position, Tensor):
         y, first, begun = scan_matrix(rule, inputs, weights.first, start.first, position, recompute)
         return y, Weights(first), Weights(begun)
@@ -60,6 +63,30 @@ def _scan(
     if known and weights.second is not None and inputs.valid is None:
         return _scan_known(rule, inputs, weights, start, position, recompute)
     return _scan_together(rule, inputs, weights, start, position)
+
+
+def _scan_one(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """One token of matrix memories, as in generation."""
+
+    def begin(weights: Weights, start: Weights, where: int | Tensor) -> Weights:
+        if isinstance(where, Tensor):
+            return restart(rule, weights, start, where)
+        fresh = [where % chunk == 0 for chunk in rule.chunks]
+        if not any(fresh):
+            return start
+        if all(fresh):
+            return Weights(weights.first)
+        return restart(rule, weights, start, torch.full((inputs.x.shape[0],), where))
+
+    start = begin(weights, start, position)
+    stack = weights.first.flatten(1, 2)
+    begun = stack if start.first is weights.first else start.first.flatten(1, 2)
+    y, after = one_token(rule, inputs, stack, begun)
+    weights = Weights(after.view_as(weights.first))
+    step = 1 if inputs.valid is None else inputs.valid.sum(1)
+    return y, weights, begin(weights, start, position + step)
 
 
 def _scan_known(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule
 
-__all__ = ["Grads", "Shapes", "Tape", "backward", "forward", "shapes"]
+__all__ = ["Grads", "Shapes", "Tape", "backward", "forward", "one_token", "shapes"]
 
 EPS = 1e-6
 
@@ -152,6 +152,25 @@ def _errors(
         short = rule.clip / short
         u = u * short
     return u, own, own_scale, short, seen
+
+
+def one_token(rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """A segment of one token without a tape: its read [b, 1, d], the stack after it (Eq. 88)."""
+    d = part.x.shape[2]
+    kv, q, _ = _project(rule, part, start)
+    k = kv[:, :1]
+    y = q @ (start if rule.read_start else stack)[:, :d].mT
+    sig = torch.baddbmm(part.bias.unsqueeze(1), part.x, _sights(rule, part, start).mT).sigmoid_()
+    retain = sig[..., 1:] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN  # [b, 1, 1]
+    eta = retain * sig[..., :1] * rule.rate_max
+    if part.valid is not None:
+        eta = eta.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
+        retain = retain.masked_fill_(~part.valid.unsqueeze(-1), 1.0)
+    u, _, _, _, seen = _errors(rule, kv, start, stack.shape[1] // d)
+    w = u.flatten(2)
+    if rule.erase:
+        w = w - (k @ stack.mT if seen is None or start is not stack else seen)
+    return y, torch.baddbmm(stack * retain, (w * eta).mT, k)
 
 
 def forward(
