@@ -12,6 +12,7 @@ from nestling.nested.solve import (
     solution,
 )
 from nestling.nested.system import NestedSystem, SystemState, Tick, Update
+from nestling.nested.timeline import Timeline
 from nestling.nested.transfer import (
     Parameters,
     Start,
@@ -34,6 +35,7 @@ __all__ = [
     "Start",
     "SystemState",
     "Tick",
+    "Timeline",
     "Transfer",
     "Update",
     "View",

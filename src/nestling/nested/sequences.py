@@ -21,7 +21,16 @@ from nestling.nested.transfer import Parameters, Start, backpropagation, reset
 from nestling.objectives import Matrix, Objective, dot
 from nestling.rules import Gates
 
-__all__ = ["Token", "attend", "attention", "learner", "memory", "project", "read"]
+__all__ = [
+    "Token",
+    "attend",
+    "attention",
+    "learner",
+    "linear_attention",
+    "memory",
+    "project",
+    "read",
+]
 
 
 class Token(NamedTuple):

@@ -1,6 +1,6 @@
 """See it live: which level changed when, how surprised it was, and how far it drifted.
 
-    timeline = Timeline()
+    timeline = nestling.nested.Timeline()
     watch = timeline.watch({"fast": fast_parameters, "slow": slow_parameters})
     for step, batch in enumerate(batches, 1):
         ...
