@@ -75,16 +75,18 @@ def dgd_direction(
     is c and `erase` the choice of target in the module's docstring.
     """
     exact = torch.promote_types(weight.dtype, torch.float32)
-    x, error = x.to(exact), u.to(exact)
+    x, error = x.to(exact), -u.to(exact)
     if erase != 0.0:
-        error = error - (row_weight * erase) * (x @ weight.to(exact).mT)  # [..., n, Do]
+        error = error + (row_weight * erase) * (x @ weight.to(exact).mT)  # [..., n, Do]
     strength = row_weight * rate
     rows, inputs = x.shape[-2:]
-    if rows <= inputs:
-        step = error.mT @ _solve(_identity_plus(x @ x.mT, strength), x)
-    else:
+    if rows > inputs:
         step = _solve(_identity_plus(x.mT @ x, strength), x.mT @ error).mT
-    return -step.to(weight.dtype)
+    elif error.shape[-1] < inputs:
+        step = _solve(_identity_plus(x @ x.mT, strength), error).mT @ x
+    else:
+        step = error.mT @ _solve(_identity_plus(x @ x.mT, strength), x)
+    return step.to(weight.dtype)
 
 
 def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
@@ -102,7 +104,7 @@ def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         x, u = pairs(write, "dgd")
         row_weight = 1.0 / max(x.shape[-2], 1) if mean else 1.0
-        near = gates.retain * weight
+        near = gates.retain * weight if erase else weight  # only the erase term reads it
         grad = dgd_direction(near, x, u, gates.rate, row_weight=row_weight, erase=erase)
         return write._replace(grad=grad), state
 
@@ -143,5 +145,14 @@ def _identity_plus(gram: Tensor, strength: Tensor | float) -> Tensor:
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """`system^{-1} right` for a symmetric positive definite system; NaN stays NaN, no error."""
-    return torch.cholesky_solve(right, torch.linalg.cholesky_ex(system).L)
+    """`system^{-1} right` for a symmetric positive definite system; NaN stays NaN, no error.
+
+    With many right hand sides, products with the inverse and one step of refinement are several
+    times faster than triangular solves, and as exact.
+    """
+    root = torch.linalg.cholesky_ex(system).L
+    if right.shape[-1] < 2 * system.shape[-1]:
+        return torch.cholesky_solve(right, root)
+    inverse = torch.cholesky_inverse(root)
+    rough = inverse @ right
+    return rough + inverse @ (right - system @ rough)
