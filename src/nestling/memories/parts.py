@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from nestling.memories.core import state_dtype
@@ -48,6 +49,31 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+class _Taps(torch.autograd.Function):
+    """`y_t = sum_i weight_i x_{t+i}`, channel by channel; by hand because autograd would build a
+    tensor of zeros for every tap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        tokens = x.shape[1] - weight.shape[0] + 1
+        y = x[:, :tokens] * weight[0]
+        for i in range(1, weight.shape[0]):
+            y.addcmul_(x[:, i : i + tokens], weight[i])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        tokens = dy.shape[1]
+        dx, dweight = torch.zeros_like(x), torch.empty_like(weight)
+        for i in range(weight.shape[0]):
+            dx[:, i : i + tokens].addcmul_(dy, weight[i])
+            torch.sum(dy * x[:, i : i + tokens], (0, 1), out=dweight[i])
+        return dx, dweight
+
+
 class CausalConv(nn.Module):
     """A convolution over the last `size` tokens, channel by channel, with its tail as state.
 
@@ -77,9 +103,7 @@ class CausalConv(nn.Module):
         if size == 1:
             return x * self.weight[0], tail
         longer = torch.cat([tail.to(x.dtype), x], 1)
-        y = longer[:, :tokens] * self.weight[0]
-        for i in range(1, size):
-            y = torch.addcmul(y, longer[:, i : i + tokens], self.weight[i])
+        y: Tensor = _Taps.apply(longer, self.weight.to(x.dtype))
         if valid is None:
             return y, longer[:, tokens:].to(tail.dtype)
         last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)
