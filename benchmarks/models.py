@@ -6,7 +6,8 @@
     python benchmarks/models.py --flat                 training cost per token from 2K to 32K tokens
     python benchmarks/models.py --memory               peak memory of a training step at T=8192
     python benchmarks/models.py --decode               tokens/s from position 1K to 100K
-    python benchmarks/models.py --profile hope         where a training step's time goes
+    python benchmarks/models.py --parts                time of each part of both models, T=2048 B=4
+    python benchmarks/models.py --profile hope         the operators of a training step
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
 loss and backward. Both arms keep freed memory (`nestling.host.keep_memory`), except for --memory.
@@ -141,6 +142,27 @@ def _decode_speed(model: NestlingForCausalLM, cache: MemoryCache, steps: int) ->
     return steps / (time.perf_counter() - start)
 
 
+def parts(name: str, batch: int = 4, tokens: int = 2048) -> None:
+    """Forward and backward of each part of a layer, alone; the arms take turns."""
+    x = torch.randn(batch, tokens, SIZE.width, requires_grad=True)
+    ids = torch.randint(SIZE.vocabulary, (batch, tokens))
+    arms: dict[str, Callable[[], None]] = {}
+    for arm in (name, BASELINE):
+        model = model_of(arm)
+        layer = model.model.layers[0]
+        arms[f"{arm} mixer"] = _step(lambda part=layer.mixer: part(x)[0].sum())
+        arms[f"{arm} channel"] = _step(lambda part=layer.channel: part(x)[0].sum())
+        arms[f"{arm} layer"] = _step(lambda part=layer: part(x)[0].sum())
+    arms["norm"] = _step(lambda part=layer.norm: part(x).sum())
+    arms["head and loss"] = _step(lambda: model.loss_function(model.lm_head(x), ids, 512))
+    for part, seconds in interleaved(arms, repeats=3, warmup=1).items():
+        print(f"{part:<24} {seconds * 1e3:8.1f} ms")
+
+
+def _step(loss_of: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    return lambda: loss_of().backward()
+
+
 def profile(name: str, tokens: int = 2048) -> None:
     """The operators that take the time of a training step."""
     from torch.profiler import ProfilerActivity
@@ -155,13 +177,14 @@ def profile(name: str, tokens: int = 2048) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("train", "flat", "memory", "decode")
-    for part in parts:
+    targets = ("train", "flat", "memory", "decode")
+    for part in targets:
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--model", default="hope", choices=sorted(presets.MODELS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", metavar="MODEL")
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(2)
@@ -173,7 +196,10 @@ def main() -> int:
     if options.profile:
         profile(options.profile)
         return 0
-    chosen = [part for part in parts if getattr(options, part)] or list(parts)
+    if options.parts:
+        parts(options.model)
+        return 0
+    chosen = [part for part in targets if getattr(options, part)] or list(targets)
     runs = {
         "train": lambda: train(options.model, compiled=options.compile, repeats=options.repeats),
         "flat": lambda: flat(options.model, compiled=options.compile),

@@ -79,8 +79,10 @@ def test_the_cache_of_another_kind_or_size_is_refused():
 def test_the_cache_can_be_emptied_repeated_and_picked():
     model = model_of("hope")
     cache = model(tokens(2, 3), use_cache=True).past_key_values
+    before = cache.copy()
     cache.batch_repeat_interleave(2)
-    assert cache.batch_size == 4
+    assert (cache.batch_size, before.batch_size) == (4, 2)
+    assert torch.equal(before.position, torch.tensor([3, 3]))
     cache.batch_select_indices(torch.tensor([0, 3]))
     assert (cache.batch_size, cache.get_seq_length()) == (2, 3)
     cache.reset()

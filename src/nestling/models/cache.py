@@ -92,6 +92,10 @@ class MemoryCache(Cache):
         for layer, state in zip(self.layers, states, strict=True):
             layer.advance(state, tokens)
 
+    def copy(self) -> MemoryCache:
+        """A second cache that goes its own way from here (states are never changed in place)."""
+        return MemoryCache(len(self), self.states, self.get_seq_length())
+
     @property
     def batch_size(self) -> int:
         """The number of sequences, -1 before the first token."""
