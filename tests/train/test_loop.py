@@ -69,8 +69,8 @@ def assert_same(a, b, **tolerance):
 
 
 def test_killed_runs_continue_bit_for_bit(tmp_path):
-    """With M3, micro-batches and memories carried from step to step; killed twice."""
-    changes = ["optim.name=m3", "optim.lr=0.01", "run.micro=2"]
+    """With M3 on levels of different chunks, micro-batches and carried memories; killed twice."""
+    changes = ["optim.name=m3", "optim.lr=0.01", "run.micro=2", "optim.chunks=1,2,3,4"]
     whole = train(tmp_path / "whole", *changes, recipe="stream")
     out, rng = tmp_path / "killed", random.Random(0)
     for _ in range(2):
@@ -84,6 +84,9 @@ def test_killed_runs_continue_bit_for_bit(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert_same(train(out, *changes, recipe="stream"), whole)
+    drawn = (out / "timeline.svg").read_text()
+    assert drawn == (tmp_path / "whole" / "timeline.svg").read_text()
+    assert all(f"{12 // chunk} updates" in drawn for chunk in (1, 2, 3, 4))
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
@@ -112,7 +115,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
 @pytest.mark.slow
 def test_any_number_of_processes_learns_the_same(tmp_path):
     """DDP and FSDP2 on two processes equal one; their checkpoints continue in one and back."""
-    changes = ["optim.name=m3", "optim.lr=0.005", "run.micro=1"]
+    changes = ["optim.name=m3", "optim.lr=0.005", "optim.shape=constant", "run.micro=1"]
     one, two = tmp_path / "one", tmp_path / "two"
     weights = train(one, *changes, "run.steps=4")
     got = train(two, *changes, "run.steps=4", "run.strategy=fsdp", processes=2)
@@ -152,6 +155,7 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
         ("data.train=/nowhere/x.txt", "no such file or folder"),
         ("model.mixer=hop", "mixer must be one of"),
         ("optim.name=adam", "optim.name must be one of"),
+        ("optim.chunks=1,2", "one number for each of the 4 levels"),
         ("model.fields.vocab_size=17", "smaller than the tokenizer's vocabulary of 259"),
         ("data.order=random", "data.order must be one of shuffled, documents, sequential"),
         ("data.tokenizer=bpe:7", "bpe:SIZE with a size of at least 260"),

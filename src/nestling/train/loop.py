@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nestling.host import keep_memory
+from nestling.nested import Timeline
 from nestling.train.progress import Progress
 from nestling.train.recipe import Recipe
 from nestling.train.session import Session
@@ -26,6 +27,7 @@ class Outcome(NamedTuple):
     best: float
     model: Any
     encoder: TextEncoder
+    timeline: Timeline
     signal: int | None
 
 
@@ -63,9 +65,19 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
         finished = session.done
         if finished:
             _export(session, folder / "model")
+            if session.timeline.moments and world.main:
+                session.timeline.draw(folder / "timeline.svg")
     memory = session.memory
     sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)
-    return Outcome(memory.step, session.loss, memory.best, session.bare, session.encoder, sign)
+    return Outcome(
+        memory.step,
+        session.loss,
+        memory.best,
+        session.bare,
+        session.encoder,
+        session.timeline,
+        sign,
+    )
 
 
 def _export(session: Session, folder: Path) -> None:

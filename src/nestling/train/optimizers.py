@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nestling import optim
+from nestling.levels import Level
 from nestling.train.recipe import Optim
 
-__all__ = ["OPTIMIZERS", "build"]
+__all__ = ["OPTIMIZERS", "build", "by_level", "level_of"]
 
+_LEVEL = re.compile(r"\.channel\.mlps\.(\d+)\.")
 Maker = Callable[..., torch.optim.Optimizer]
 
 
@@ -49,14 +52,54 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Iterable[Any]], Maker]] = {
 """How each optimizer wants its parameters grouped, and how it is made."""
 
 
-def build(settings: Optim, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer a recipe asks for."""
+def by_level(model: Any) -> dict[str, list[tuple[str, Tensor]]]:
+    """A model's trainable parameters by place: each continuum level by name, and the rest."""
+    found: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            found.setdefault(level_of(model, name), []).append((name, weight))
+    return found
+
+
+def level_of(model: Any, name: str) -> str:
+    """The continuum level a parameter belongs to, `mixer`, or `rest`."""
+    if match := _LEVEL.search(name):
+        return str(model.config.level_list[int(match[1])].name)
+    return "mixer" if ".mixer." in name else "rest"
+
+
+def build(settings: Optim, model: Any) -> torch.optim.Optimizer:
+    """The optimizer a recipe asks for; with `chunks`, one per level inside a NestedOptimizer."""
     if settings.name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"optim.name must be one of {known}; got {settings.name!r}")
     group, make = OPTIMIZERS[settings.name]
     options = {"lr": settings.lr, "weight_decay": settings.weight_decay, **settings.options}
-    try:
-        return make(group(model), **options)
-    except TypeError as error:
-        raise ValueError(f"optim.options for {settings.name}: {error}") from error
+
+    def maker(groups: list[Any]) -> torch.optim.Optimizer:
+        try:
+            return make(groups, **options)
+        except TypeError as error:
+            raise ValueError(f"optim.options for {settings.name}: {error}") from error
+
+    groups = list(group(model))
+    if not settings.chunks:
+        return maker(groups)
+    chunks = _chunks(settings, model)
+    parts = []
+    for place, weights in by_level(model).items():
+        own = {id(weight) for _, weight in weights}
+        cut = [{**g, "params": [p for p in g["params"] if id(p) in own]} for g in groups]
+        level = Level(name=place, chunk=chunks.get(place, 1))
+        parts.append((level, [g for g in cut if g["params"]], maker))
+    return optim.NestedOptimizer(parts)
+
+
+def _chunks(settings: Optim, model: Any) -> dict[str, int]:
+    levels = model.config.level_list
+    if len(settings.chunks) != len(levels):
+        raise ValueError(
+            f"optim.chunks must have one number for each of the {len(levels)} levels"
+            f" {', '.join(level.name for level in levels)}; got {settings.chunks}"
+        )
+    return {level.name: chunk for level, chunk in zip(levels, settings.chunks, strict=True)}

@@ -51,6 +51,7 @@ class Optim:
     warmup: int = 20
     floor: float = 0.1
     clip: float | None = 1.0
+    chunks: tuple[int, ...] = ()  # steps between updates of each continuum level; none: all at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
             raise ValueError(f"{key} must be one of {', '.join(map(str, options))}; got {text!r}")
         return text
     if get_origin(kind) is tuple:
-        return tuple(part for part in text.split(",") if part)
+        return tuple(_read(part, options[0], key) for part in text.split(",") if part)
     if type(None) in options:
         if text.lower() in ("none", "null", ""):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from nestling.nested import Timeline
 from nestling.train.checkpoint import Checkpoint, load_latest, save_checkpoint
-from nestling.train.optimizers import build
+from nestling.train.optimizers import build, by_level
 from nestling.train.progress import Progress
 from nestling.train.recipe import Recipe
 from nestling.train.setup import evaluate, load_data, make_batches, make_model
@@ -56,6 +58,15 @@ class Session:
         self.carry: list[Any] | None = None
         self.memory = _Memory()
         self.loss = math.nan
+        self.timeline = Timeline()
+        self._watch = self._watcher()
+
+    def _watcher(self) -> Callable[[int], Any]:
+        """With levels of different chunks, note who changed when (one process)."""
+        if not self.recipe.optim.chunks or self.world.size > 1:
+            return lambda step: None
+        levels = by_level(self.bare)
+        return self.timeline.watch({k: [w for _, w in v] for k, v in levels.items()})
 
     @property
     def checkpoints(self) -> Path:
@@ -73,6 +84,9 @@ class Session:
             own = map_tensors(self.world.own_rows, found.states["carry"])
             self.carry = _as_states(own, self.bare)
         self.memory = _Memory(**found.states["memory"])
+        for position, level, surprise, drift in found.states["timeline"]:
+            self.timeline.record(position, level, surprise=surprise, drift=drift)
+        self._watch = self._watcher()
         self.loss = found.facts["loss"]
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
 
@@ -85,7 +99,11 @@ class Session:
                 "carry": map_tensors(self.world.rows, self.carry),
             }
         )
-        states |= {"random": _random_state(), "memory": self.memory._asdict()}
+        states |= {
+            "random": _random_state(),
+            "memory": self.memory._asdict(),
+            "timeline": [tuple(moment) for moment in self.timeline.moments],
+        }
         if self.world.main:
             facts = {"recipe": self.recipe.to_json(), "loss": self.loss}
             save_checkpoint(
@@ -124,6 +142,7 @@ class Session:
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
+        self._watch(self.memory.step + 1)
         self.carry, self.loss = found.carry, found.loss
 
     def _refuse(self, loss: float, norm: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional
 from nestling.memories.state import state_detach, tree_map
 from nestling.models.cache import MemoryCache
 from nestling.train.batches import IGNORE, Batch
+from nestling.train.optimizers import level_of
 from nestling.train.recipe import Run
 from nestling.train.world import World
 
@@ -128,9 +128,6 @@ def _precision(run: Run, world: World) -> Any:
     return contextlib.nullcontext()
 
 
-_LEVEL = re.compile(r"\.channel\.mlps\.(\d+)\.")
-
-
 def level_norms(model: Any) -> dict[str, float]:
     """The gradient's norm per level: `mixer`, each level of the channel memory by name, `rest`."""
     squares: dict[str, float] = {}
@@ -138,14 +135,6 @@ def level_norms(model: Any) -> dict[str, float]:
         if weight.grad is None:
             continue
         grad = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-        where = _place(model, name)
+        where = level_of(model, name)
         squares[where] = squares.get(where, 0.0) + float(grad.square().sum())
     return {where: math.sqrt(square) for where, square in squares.items()}
-
-
-def _place(model: Any, name: str) -> str:
-    if ".mixer." in name:
-        return "mixer"
-    if match := _LEVEL.search(name):
-        return str(model.config.level_list[int(match[1])].name)
-    return "rest"
