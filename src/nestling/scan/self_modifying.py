@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from nestling.objectives import dot, l2
 from nestling.scan.mlp import scan_mlp
 from nestling.scan.mlp_types import MLPState
+from nestling.scan.self_modifying_deep import fits, scan_deep
 from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_matrix import one_token
 from nestling.scan.self_modifying_segment import answer, segment
@@ -62,6 +63,8 @@ def _scan(
     known = not rule.adaptive and not rule.own_values and not rule.read_start
     if known and weights.second is not None and inputs.valid is None:
         return _scan_known(rule, inputs, weights, start, position, recompute)
+    if fits(rule, inputs, weights, position):
+        return scan_deep(rule, inputs, weights)
     return _scan_together(rule, inputs, weights, start, position)
 
 

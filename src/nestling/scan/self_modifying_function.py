@@ -113,7 +113,8 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     cuts = list(pieces(rule, ctx.position, total))
     dstack, dbegun = _join(ctx.ends, dstack, _chosen(ctx.choice, len(cuts), dlast))
     grads = [None if part is None else torch.empty_like(part) for part in given]
-    grads[1], grads[2] = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
+    dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
+    grads[1], grads[2] = dreadout, dbias
     constants = shapes(rule.segment, after)
     for i, piece in reversed(list(enumerate(cuts))):
         stack, begun, tape = ctx.kept.pop()
@@ -127,8 +128,8 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
             if more is not None:
                 dbegun = more if dbegun is None else dbegun + more
         dstack, dbegun = _join(piece.fresh, dstack, dbegun)
-        grads[1] += some.readout
-        grads[2] += some.bias
+        dreadout += some.readout
+        dbias += some.bias
         for slot, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
             room = grads[slot]
             if room is not None and grad is not None:
