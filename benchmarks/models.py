@@ -6,7 +6,7 @@
     python benchmarks/models.py --flat                 training cost per token from 2K to 32K tokens
     python benchmarks/models.py --memory               peak memory of a training step at T=8192
     python benchmarks/models.py --decode               tokens/s from position 1K to 100K
-    python benchmarks/models.py --parts                time of each part of both models, T=2048 B=4
+    python benchmarks/models.py --parts                time of each part of both models, T=2048 B=1
     python benchmarks/models.py --profile hope         the operators of a training step
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
@@ -57,13 +57,15 @@ def training_step(
     return step
 
 
-def train(name: str, *, compiled: bool, repeats: int) -> bool:
+def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> bool:
     """Training tokens/s of the arm against Transformer++."""
     met = True
     models = {arm: model_of(arm) for arm in (name, BASELINE)}
     for arm, model in models.items():
         print(f"{arm}: {model.num_parameters():,} parameters")
     for batch, tokens, target in ((4, 2048, 0.5), (1, 8192, 1.0)):
+        if tokens not in lengths:
+            continue
         arms = {
             arm: training_step(model, batch, tokens, compiled=compiled)
             for arm, model in models.items()
@@ -142,7 +144,7 @@ def _decode_speed(model: NestlingForCausalLM, cache: MemoryCache, steps: int) ->
     return steps / (time.perf_counter() - start)
 
 
-def parts(name: str, batch: int = 4, tokens: int = 2048) -> None:
+def parts(name: str, batch: int = 1, tokens: int = 2048) -> None:
     """Forward and backward of each part of a layer, alone; the arms take turns."""
     x = torch.randn(batch, tokens, SIZE.width, requires_grad=True)
     ids = torch.randint(SIZE.vocabulary, (batch, tokens))
@@ -183,6 +185,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--model", default="hope", choices=sorted(presets.MODELS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="of --train")
     parser.add_argument("--profile", metavar="MODEL")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
@@ -201,7 +204,12 @@ def main() -> int:
         return 0
     chosen = [part for part in targets if getattr(options, part)] or list(targets)
     runs = {
-        "train": lambda: train(options.model, compiled=options.compile, repeats=options.repeats),
+        "train": lambda: train(
+            options.model,
+            lengths=options.lengths,
+            compiled=options.compile,
+            repeats=options.repeats,
+        ),
         "flat": lambda: flat(options.model, compiled=options.compile),
         "memory": lambda: memory(options.model),
         "decode": lambda: decode(options.model),
