@@ -16,7 +16,7 @@ SURFACE_START = (-3.5, 2.0)
 """Where the paper's Figure 4 starts, (r, theta)."""
 
 
-def surface(point: Tensor, *, k: float = 10.0, a: float = 1.0, w: float = 2.0) -> Tensor:
+def surface(point: Tensor, *, k: float = 4.0, a: float = 1.0, w: float = 2.0) -> Tensor:
     """`psi(r, theta) = r^2 + k (r - theta + a sin(w r))^2` of points [..., 2] (Eq. 53).
 
     A winding, steep-walled valley `theta = r + a sin(w r)` with a gentle floor r^2 and its only

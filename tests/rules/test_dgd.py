@@ -97,6 +97,12 @@ def test_zero_inputs_and_zero_rows_write_nothing():
         assert torch.equal(new, weight)
 
 
+def test_not_a_number_passes_through_like_in_any_optimizer():
+    weight, x = torch.randn(2, 3), torch.full((1, 3), torch.nan)
+    new, _ = apply(dgd(), weight, Write(weight, x, torch.ones(1, 2)), (), Gates())
+    assert new.isnan().all()
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="dgd learns from a layer's pairs"):
         apply(dgd(), torch.ones(2, 2), Write(torch.ones(2, 2)), (), Gates())

@@ -111,7 +111,7 @@ class DeltaMomentum(RuleOptimizer):
         lr: float = 1e-2,
         *,
         momentum: float = 0.9,
-        rate: float = 0.5,
+        rate: float = 0.2,
         literal: bool = False,
         weight_decay: float = 0.0,
         maximize: bool = False,

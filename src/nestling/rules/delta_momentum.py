@@ -57,7 +57,7 @@ def delta_momentum_literal(*, decay: float = 0.9, value: Tensor | float = 1.0) -
 def delta_momentum(
     *,
     decay: float = 0.9,
-    rate: float = 0.5,
+    rate: float = 0.2,
     value: Tensor | float = 1.0,
     elementwise: bool | None = None,
 ) -> Rule:
