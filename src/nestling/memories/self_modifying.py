@@ -118,7 +118,7 @@ class SelfModifying(Memory):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial weights: k and v project at random, the main memory starts near the identity."""
+        """Random initial memories that keep lengths; gates where a write survives 256 tokens."""
         size = self.first.shape[-1]
         rate = RATE / self.rule.rate_max
         retain = min(RETAIN / self.rule.retain_max, RETAIN)

@@ -6,6 +6,7 @@ from nestling.scan.mlp import scan_mlp
 from nestling.scan.mlp_naive import mlp_naive
 from nestling.scan.mlp_types import MLPState
 from nestling.scan.naive import scan_naive
+from nestling.scan.self_modifying import scan_self_modifying
 
 __all__ = [
     "BACKENDS",
@@ -15,4 +16,5 @@ __all__ = [
     "scan",
     "scan_mlp",
     "scan_naive",
+    "scan_self_modifying",
 ]
