@@ -160,7 +160,7 @@ def test_chunks_take_everything_at_their_start(deep):
 @pytest.mark.equation(92, 93)
 @pytest.mark.parametrize("objective", ["dot", "l2"])
 def test_matrix_memories_written_out(objective):
-    """+ eta vhat k^T (SPEC 10.3), or - eta (M k - vhat) k^T with M at the start of the chunk."""
+    """+ eta vhat k^T (deviation 3), or - eta (M k - vhat) k^T with M at the start of the chunk."""
     rule = SelfRule(objective=objective, clip=0.7, chunk=T, chunk_others=T)
     inputs = tokens("q")
     start = 0.5 * draw(1, 5, D, D)

@@ -1,4 +1,4 @@
-"""Stability by construction (SPEC 10.7-10.8): row norms stay under `bound()` whatever comes in."""
+"""Stability by construction (deviations 7-8): row norms stay under `bound()` whatever comes in."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_descends_on_a_small_mlp(name):
 
 
 def test_literal_m3_descends_if_slowly():
-    """Its V only grows, so the steps die out: SPEC.md 10.10."""
+    """Its V only grows, so the steps die out: deviation 10."""
     rule, loss, weight = rules.multiscale_literal(chunk=4), quadratic((6, 4)), torch.zeros(6, 4)
     state, first = rule.init(weight), loss(weight)
     for step in range(1, 151):

@@ -69,7 +69,7 @@ def test_delta_step_with_tensor_gates():
 
 
 def test_without_erasing_the_loss_keeps_its_fixed_points():
-    """At a minimum (u = 0) erase=0 stays; erase=1 shrinks the outputs (SPEC.md 10.5)."""
+    """At a minimum (u = 0) erase=0 stays; erase=1 shrinks the outputs (deviation 5)."""
     weight, x = torch.randn(2, 3), torch.randn(4, 3)
     still, _ = apply(dgd(erase=0.0), weight, Write(weight, x, torch.zeros(4, 2)), (), Gates())
     assert torch.equal(still, weight)

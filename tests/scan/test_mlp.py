@@ -187,7 +187,7 @@ def test_leading_dimensions_are_independent():
 
 @pytest.mark.parametrize(("factor", "objective"), [(1.0, l2), (1.0, dot), (2.0, l2)])
 def test_bound_under_adversarial_stream(factor, objective):
-    """SPEC 10.8: rows stay bounded for any stream when |x| <= 1, errors clipped, retain <= a."""
+    """deviation 8: rows stay bounded for any stream when |x| <= 1, errors clipped, retain <= a."""
     a, c, width, tokens = 0.9, 1.0, 4, 400
     w1, w2 = torch.randn(2, 3, width, 8, dtype=torch.float64)
     state = MLPState(w1, w2.mT.contiguous())

@@ -25,12 +25,12 @@ class SelfModifyingConfig:
 
     adaptive: which projections are memories, of ("k", "v", "eta", "alpha", "q"); none and
         `own_values=False` is stage 1 (Eq. 76-78), `own_values=False` stage 2 (Eq. 79-82), the
-        default stage 3 (Eq. 83-88), with q static (SPEC 10.9).
+        default stage 3 (Eq. 83-88), with q static (deviation 9).
     expansion: 0 for matrix memories, otherwise the hidden width of 2-layer residual ones (Eq. 89)
         in head widths.
     chunk, chunk_others: tokens between two updates of what the main memory, and the other memories,
         take their errors and projections from (Eq. 90).
-    momentum: a gate theta carries writes on (SPEC 10.18). negative: rates up to twice the
+    momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
     """
 
@@ -192,7 +192,7 @@ class SelfModifying(Memory):
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
 
     def bound(self) -> Tensor:
-        """The largest norm any row of a memory's weights can ever have, [layers] (SPEC 10.8).
+        """The largest norm any row of a memory's weights can ever have, [layers] (deviation 8).
 
         For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
         when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as

@@ -40,7 +40,7 @@ def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
 
 def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
     """Rate and retention [b] of one token: `M_eta(x)`, `M_alpha(x)` (Eq. 79, 83, 86), or x itself
-    (Eq. 76), read out and bounded (SPEC 10.7)."""
+    (Eq. 76), read out and bounded (deviation 7)."""
     raw = []
     for i, name in enumerate(("eta", "alpha")):
         slot = rule.slot(name)
@@ -61,7 +61,7 @@ def errors(
 
     `vhat = M(v)` is the memory's own (Eq. 84, 87), or `v` for all (Eq. 81). The error is minus the
     gradient of the objective (Eq. 85) at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
-    `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (SPEC 10.6).
+    `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (deviation 6).
     """
     target = unit(answer(at, slot, v)) if rule.own_values else v
     error = target if rule.objective == "dot" else target - answer(at, slot, k)
@@ -86,7 +86,7 @@ def learn(
     """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 88), or without the
     `x x^T` term (`erase=False`: Eq. 77, 82).
 
-    With momentum the write goes through `Z <- theta Z + eta u x^T` (SPEC 10.18).
+    With momentum the write goes through `Z <- theta Z + eta u x^T` (deviation 18).
     """
     x, u = pair  # [b, j], [b, i]
     eta, alpha = rate[:, None, None], retain[:, None, None]

@@ -102,7 +102,7 @@ class DeltaMomentum(RuleOptimizer):
 
     Before a gradient is stored, what the memory already holds along it is taken out; `rate` is the
     memory's own, `momentum` its decay. Vectors take the element-wise form of Eq. 100-102.
-    `literal=True` is Eq. 49 as printed, which diverges for large gradients (SPEC.md 10.16).
+    `literal=True` is Eq. 49 as printed, which diverges for large gradients (deviation 16).
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DeltaMomentum(RuleOptimizer):
 
 
 class DeepMomentum(RuleOptimizer):
-    """Momentum whose memory is a small MLP, trained at each step (Eq. 50; SPEC.md 10.17).
+    """Momentum whose memory is a small MLP, trained at each step (Eq. 50; deviation 17).
 
     `hidden` is its width, `momentum` its decay, `rate` its own learning rate, `gain` (below 1) how
     far it may bend the gradient. State: `2 * hidden * columns` numbers per matrix.

@@ -71,7 +71,7 @@ class M3(OrthogonalOptimizer):
     every `chunk` steps and joins the update with `slow_weight`. Steps have AdamW's size, so a
     learning rate found for AdamW is a good start; scaling all gradients changes nothing.
     `literal=True` is Algorithm 1 as printed: nothing decays, and the step depends on the gradient's
-    scale (SPEC.md 10.10). See the module about which parameters are orthogonalised.
+    scale (deviation 10). See the module about which parameters are orthogonalised.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Deep momentum: the memory of past gradients is a small MLP (Eq. 50).
 
 The paper writes `W + m(u)` with `u = g`, the memory trained by `|m(u) - P u|^2`, P = 1, and leaves
-open how an MLP acts on a gradient of any shape (SPEC.md 10.17). Here it acts on rows. Per matrix
+open how an MLP acts on a gradient of any shape (deviation 17). Here it acts on rows. Per matrix
 [Do, Di] one two-layer memory of width `hidden`
 
     m(x) = A sigma(B x),     B [hidden, Di], A [Di, hidden]
@@ -43,7 +43,7 @@ class DeepMomentumState(NamedTuple):
 def deep_momentum(
     *, hidden: int = 16, decay: float = 0.99, rate: float = 0.5, gain: float = 0.9
 ) -> Rule:
-    """Momentum with a two-layer memory, trained at each step (Eq. 50; SPEC.md 10.17).
+    """Momentum with a two-layer memory, trained at each step (Eq. 50; deviation 17).
 
     `decay` is the memory's alpha, `rate` its eta, `gain` how far its answer may bend the step.
     """

@@ -4,7 +4,7 @@ Plain momentum stores gradients by a dot product and can only add. With the L2 o
 `|m g^T - P|^2` (Eq. 48) the memory first takes out what it already answers for this gradient, then
 writes: `m <- m (alpha I - g^T g) - eta P g` (Eq. 49). The keys are the rows of g; m maps them to P.
 
-As printed the erase term has no rate: with |g|^2 > 1 + alpha it diverges (SPEC.md 10.16). That is
+As printed the erase term has no rate: with |g|^2 > 1 + alpha it diverges (deviation 16). That is
 `delta_momentum_literal`. `delta_momentum` takes the gradient's direction `ghat = g / |g|` as key,
 `|g| P` as value (so a write is still along `P g`), and solves for the memory exactly:
 
@@ -61,7 +61,7 @@ def delta_momentum(
     value: Tensor | float = 1.0,
     elementwise: bool | None = None,
 ) -> Rule:
-    """Delta momentum with normalised keys and the exact rate (Eq. 48-49; SPEC.md 10.16).
+    """Delta momentum with normalised keys and the exact rate (Eq. 48-49; deviation 16).
 
     `decay` is alpha, `rate` the memory's own eta, `value` P: a number or a matrix [Do, Do].
     `elementwise` chooses the form for vectors; by default any weight of fewer than two dimensions

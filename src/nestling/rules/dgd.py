@@ -6,7 +6,7 @@ inverse into a smaller rate, `eta' = eta / (1 + eta |x|^2)`:
 
     W+ = W_t (I - eta' x x^T) + eta' u x^T
 
-The printed form (Eq. 57, 120) is the case |x| = 1; SPEC.md 10.1. For n rows X [n, Di], U [n, Do]
+The printed form (Eq. 57, 120) is the case |x| = 1; deviation 1. For n rows X [n, Di], U [n, Do]
 of weight c each (c = 1: a sum of losses, c = 1/n: their mean, where U already carries the 1/n),
 
     W+ = W + eta (U - c X W^T)^T (I_n + c eta X X^T)^{-1} X
@@ -15,7 +15,7 @@ and the inverse may equally stand on the other side as `X (I_d + c eta X^T X)^{-
 the two systems is solved.
 
 Erasing. With u = -grad_y L the fixed points are those of `L + |W x|^2 / 2`, not of L: every output
-is pulled to zero, and on a squared error DGD converges to half the target (SPEC.md 10.5). Eq. 59-60
+is pulled to zero, and on a squared error DGD converges to half the target (deviation 5). Eq. 59-60
 allow any self-generated target; `erase` interpolates between two of them,
 `u_erase = -grad_y L + (1 - erase) W_t x`: 1 is the paper's, 0 keeps L's own fixed points (the
 target is the present output moved against its gradient) and still solves for all rows together.

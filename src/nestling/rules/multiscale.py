@@ -7,7 +7,7 @@
 
 As printed nothing decays: V only grows, and the step depends on the gradient's scale (gradients /
 1000 give steps x 1000). `multiscale_literal` is Algorithm 1 to the letter. `multiscale` is the form
-to use (SPEC.md 10.10): M1, M2 and V are decaying averages, and Adam's part is scale-free in one of
+to use (deviation 10): M1, M2 and V are decaying averages, and Adam's part is scale-free in one of
 two ways, named by `second`:
 
 - "update": V averages the square of the orthogonalised update, as in AdaMuon;

@@ -5,7 +5,7 @@ gradient is `4 O (O^T O - I)`:
 
     O - 4/8 O (O^T O - I) = O (3 I - O^T O) / 2                               (Eq. 44)
 
-In general one step is `O <- O p(O^T O)` with `p(G) = a I + b G + c G^2`. SPEC.md 10.11: the paper
+In general one step is `O <- O p(O^T O)` with `p(G) = a I + b G + c G^2`. deviation 11: the paper
 mixes two objectives, so `CUBIC` is Eq. 44 exactly and `QUINTIC` holds Muon's coefficients, which
 reach singular values of about 1 (between 0.7 and 1.2) in five steps instead of fifteen.
 

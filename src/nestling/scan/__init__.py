@@ -1,4 +1,4 @@
-"""The one kernel (SPEC.md section 7): write pairs into a memory, read it at every token."""
+"""The one kernel: write pairs into a memory, read it at every token."""
 
 from nestling.scan.api import BACKENDS, scan
 from nestling.scan.checks import MomentumState

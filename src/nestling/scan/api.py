@@ -69,7 +69,7 @@ def scan(
     Shapes: state `[..., Do, Di]`, x and queries `[..., T, Di]`, u `[..., T, Do]`, rate, retain and
     momentum `[..., T]`; the leading dimensions are equal everywhere (nothing is broadcast).
 
-    momentum: gate of a running write (SPEC 10.18); the state is then a `MomentumState`.
+    momentum: gate of a running write (deviation 18); the state is then a `MomentumState`.
     chunk: tokens solved together; it changes speed, never the result.
     recompute: save less for the backward pass and compute it again there.
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).

@@ -18,7 +18,7 @@ Read = Literal["after", "before"]
 
 
 class MomentumState(NamedTuple):
-    """A memory whose writes have momentum: the memory and its running write (SPEC 10.18)."""
+    """A memory whose writes have momentum: the memory and its running write (deviation 18)."""
 
     weight: Tensor  # [..., Do, Di]
     velocity: Tensor  # [..., Do, Di]

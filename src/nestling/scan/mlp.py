@@ -62,9 +62,9 @@ def scan_mlp(
 ) -> tuple[Tensor | None, MLPState]:
     """Write T pairs `x_t -> v_t` into `M(x) = x + W1 sigma(W2 x)` and read it at every token.
 
-    All error signals of a chunk are taken at the weights where it starts (Eq. 90 with SPEC 10.2):
+    All error signals of a chunk are taken at the weights where it starts (Eq. 90 with deviation 2):
     `u1 = v - M(x)` (`objective=l2`, Eq. 93) or `v` (`dot`, Eq. 92), `u2 = sigma'(W2 x) * W1^T u1`.
-    Each layer then learns by delta gradient descent with its own input (Eq. 88, SPEC 10.6), layer 2
+    Each layer then learns by delta gradient descent with its own input (Eq. 88, deviation 6), layer 2
     `x -> u2`, layer 1 `h = sigma(W2 x) -> u1`: `W_t = W_{t-1} (retain_t I - rate_t k k^T) +
     rate_t u k^T` (`rule="gd"` without `k k^T`). Reads are `q_t + W1_t sigma(W2_t q_t)`, with
     the weights after or before token t, or None without queries.
@@ -76,8 +76,8 @@ def scan_mlp(
     chunk: tokens between two starts, counted from position 0 of the stream; part of the model.
     clip: bound on the norm of both layers' error signals; bound_inputs: scales h to norm <= 1 in
         the rule. With clip = c, bound_inputs, |x| <= 1, retain <= a < 1 and rate <= retain every
-        row w of a layer stays at `|w|^2 <= max(|w_0|^2, a^2 c^2 / (1 - a^2))` (SPEC 10.8).
-    momentum: gate of a running write per layer (SPEC 10.18).
+        row w of a layer stays at `|w|^2 <= max(|w_0|^2, a^2 c^2 / (1 - a^2))` (deviation 8).
+    momentum: gate of a running write per layer (deviation 18).
     recompute: save only the chunks' start weights for the backward pass.
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
 

@@ -1,7 +1,7 @@
 """The two-layer scan as two matrix scans, one per layer: reads like the equations, slow.
 
-A chunk of tokens takes its error signals from the weights where the chunk starts (Eq. 90 with SPEC
-10.2); then each layer is a matrix memory with its own input and its own error (SPEC 10.6), and a
+A chunk of tokens takes its error signals from the weights where the chunk starts (Eq. 90,
+deviation 2); then each layer is a matrix memory with its own input and its own error (deviation 6), and a
 read composes the two reads, `z_t = W2_t q_t`, `y_t = q_t + W1_t sigma(z_t)`.
 """
 
@@ -42,7 +42,7 @@ def signals(
     w1: Tensor, w2: Tensor, x: Tensor, v: Tensor, *,
     objective: Objective, clip: float | None, bound_inputs: bool, sigma: Sigma,
 ) -> Signals:  # fmt: skip
-    """Inputs and errors of both layers at the weights given (Eq. 29-31, 92-93; SPEC 10.6, 10.8).
+    """Inputs and errors of both layers at the weights given (Eq. 29-31, 92-93; deviation 6, 10.8).
 
     `u1 = v - M(x)` (l2) or `v` (dot), `u2 = sigma'(z) * (W1^T u1)`: the negative gradients.
     """

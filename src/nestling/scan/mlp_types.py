@@ -23,7 +23,7 @@ class MLPState(NamedTuple):
     `MLPState(w1, w2)` begins a stream. Within a chunk the error signals come from the weights where
     the chunk started, so a stream cut inside a chunk carries these too (`start1`, `start2`; None
     where the position is a multiple of the chunk). `velocity1` and `velocity2` are the running
-    writes where the rule has momentum (SPEC 10.18; None is zero). `position` counts all tokens.
+    writes where the rule has momentum (deviation 18; None is zero). `position` counts all tokens.
     """
 
     w1: Tensor  # [..., D, H]

@@ -1,6 +1,6 @@
 """The scan, token by token: reads like the equations, differentiable to any order, slow.
 
-Eq. 5, 15, 64-65, 88 and SPEC.md 10.18 are all parameters of this loop.
+Eq. 5, 15, 64-65, 88 and deviation 18 are all parameters of this loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def scan_naive(
     """Write T pairs into a matrix memory, one at a time, and read it at every token.
 
     `dgd` (Eq. 65, 88): `M_t = M_{t-1} (retain_t I - rate_t x_t x_t^T) + rate_t u_t x_t^T`;
-    `gd` (Eq. 5, 15, 64) drops the `x x^T` term. With momentum (SPEC 10.18) the write becomes
+    `gd` (Eq. 5, 15, 64) drops the `x x^T` term. With momentum (deviation 18) the write becomes
     `Z_t = momentum_t Z_{t-1} + rate_t u_t x_t^T` and the state is `MomentumState(M, Z)`.
     Reads are `M_t q_t` (`after`) or `M_{t-1} q_t` (`before`), None without queries.
     `chunk` and `recompute` are accepted for the signature's sake and change nothing.

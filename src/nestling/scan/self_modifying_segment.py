@@ -2,7 +2,7 @@
 
 Everything that depends on weights is taken at `start`, the weights where each memory's chunk
 starts, so only the linear recurrence of the weights runs inside the segment; it is solved as in
-SPEC.md section 7, "the one kernel". This form covers every option (2-layer memories, momentum,
+`nestling.scan.chunk`. This form covers every option (2-layer memories, momentum,
 padding, segments cut anywhere); `self_modifying_backward` has the matrix memory by hand.
 """
 
@@ -173,7 +173,7 @@ def _project(rule: SelfRule, start: Weights, name: str, part: Inputs) -> Tensor:
 
 
 def _gates(rule: SelfRule, start: Weights, part: Inputs) -> tuple[Tensor, Tensor]:
-    """Rate and the logarithm of retention, [b, C] (SPEC 10.7)."""
+    """Rate and the logarithm of retention, [b, C] (deviation 7)."""
     raw = []
     for i, name in enumerate(("eta", "alpha")):
         slot = rule.slot(name)
@@ -207,7 +207,7 @@ def _pairs(rule: SelfRule, start: Weights, k: Tensor, v: Tensor) -> list[tuple[T
 def segment(
     rule: SelfRule, part: Inputs, weights: Weights, start: Weights
 ) -> tuple[Tensor, Weights]:
-    """Reads [b, C, d] and the weights after a segment, `weights` before it (Eq. 90 with SPEC 10.2).
+    """Reads [b, C, d] and the weights after a segment, `weights` before it (Eq. 90 with deviation 2).
 
     Every memory learns its own pairs `k -> vhat` layer by layer, by delta gradient descent (88).
     """

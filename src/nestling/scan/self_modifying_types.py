@@ -69,7 +69,7 @@ class SelfRule:
     where the chunk starts. `own_values`: stage 3, `vhat = M(v)`; otherwise stage 2, `vhat = v`.
     `erase`: delta gradient descent; False is plain gradient descent with retention.
     Retention lies in (0, retain_max], `rate = retain rate_max sigmoid(.)`: `rate_max = 2` allows
-    negative eigenvalues. `clip` bounds the error signal of every layer (SPEC 10.8).
+    negative eigenvalues. `clip` bounds the error signal of every layer (deviation 8).
     `read_start`: read at the chunk's start (Eq. 90) instead of the state before each token.
     """
 
@@ -122,7 +122,7 @@ class SelfRule:
         return min(self.chunks)
 
     def retain(self, raw: Tensor) -> Tensor:
-        """Retention from its read-out, between `RETAIN_MIN` and `retain_max` (SPEC 10.7)."""
+        """Retention from its read-out, between `RETAIN_MIN` and `retain_max` (deviation 7)."""
         return RETAIN_MIN + (self.retain_max - RETAIN_MIN) * torch.sigmoid(raw)
 
     def slot(self, name: str) -> int | None:
@@ -144,7 +144,7 @@ def clip(u: Tensor, most: float) -> Tensor:
 def restart(rule: SelfRule, weights: Weights, start: Weights, position: Tensor) -> Weights:
     """The weights where each memory's chunk starts: the running ones at multiples of its chunk.
 
-    `position` [b] counts the tokens each item has seen (Eq. 90 with SPEC 10.2).
+    `position` [b] counts the tokens each item has seen (Eq. 90 with deviation 2).
     """
     chunks = torch.tensor(rule.chunks, device=position.device)
     due = (position[:, None] % chunks == 0)[:, :, None, None]
