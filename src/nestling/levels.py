@@ -9,7 +9,7 @@ __all__ = ["Level", "boundaries", "due"]
 
 
 def due(position: int, chunk: int | float) -> bool:
-    """True when a level with this chunk changes after `position` items: Eq. 71's `i = 0 (mod C)`."""
+    """True when a level with this chunk changes after `position` items: `i = 0 (mod C)`, Eq. 71."""
     return position > 0 and chunk != math.inf and position % int(chunk) == 0
 
 

@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     """A pair of pure functions; see the module's docstring.
 
     `elementwise` promises that every entry of the weight is treated alone (all state has the
-    weight's shape), so a caller may cut, flatten or join weights: blocks that fit the cache, shards.
+    weight's shape), so a caller may cut, flatten or join weights: into blocks, into shards.
     """
 
     init: Callable[[Tensor], State]

@@ -64,7 +64,7 @@ def scan_mlp(
 
     All error signals of a chunk are taken at the weights where it starts (Eq. 90 with deviation 2):
     `u1 = v - M(x)` (`objective=l2`, Eq. 93) or `v` (`dot`, Eq. 92), `u2 = sigma'(W2 x) * W1^T u1`.
-    Each layer then learns by delta gradient descent with its own input (Eq. 88, deviation 6), layer 2
+    Each layer learns by delta gradient descent with its own input (Eq. 88, deviation 6), layer 2
     `x -> u2`, layer 1 `h = sigma(W2 x) -> u1`: `W_t = W_{t-1} (retain_t I - rate_t k k^T) +
     rate_t u k^T` (`rule="gd"` without `k k^T`). Reads are `q_t + W1_t sigma(W2_t q_t)`, with
     the weights after or before token t, or None without queries.

@@ -1,8 +1,8 @@
 """The two-layer scan as two matrix scans, one per layer: reads like the equations, slow.
 
 A chunk of tokens takes its error signals from the weights where the chunk starts (Eq. 90,
-deviation 2); then each layer is a matrix memory with its own input and its own error (deviation 6), and a
-read composes the two reads, `z_t = W2_t q_t`, `y_t = q_t + W1_t sigma(z_t)`.
+deviation 2); then each layer is a matrix memory with its own input and its own error (deviation 6),
+and a read composes the two reads, `z_t = W2_t q_t`, `y_t = q_t + W1_t sigma(z_t)`.
 """
 
 from __future__ import annotations

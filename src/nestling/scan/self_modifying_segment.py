@@ -207,7 +207,7 @@ def _pairs(rule: SelfRule, start: Weights, k: Tensor, v: Tensor) -> list[tuple[T
 def segment(
     rule: SelfRule, part: Inputs, weights: Weights, start: Weights
 ) -> tuple[Tensor, Weights]:
-    """Reads [b, C, d] and the weights after a segment, `weights` before it (Eq. 90 with deviation 2).
+    """Reads [b, C, d] and the weights after a segment, `weights` before it (Eq. 90, deviation 2).
 
     Every memory learns its own pairs `k -> vhat` layer by layer, by delta gradient descent (88).
     """
