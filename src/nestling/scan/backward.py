@@ -56,7 +56,9 @@ def backward(
     work = Workspace(x, saved.starts.dtype)
     dx, du, drate = torch.empty_like(x), torch.empty_like(u), torch.empty_like(rate)
     dretain = torch.empty_like(retain) if need_retain else None
-    dq = None if queries is None else torch.zeros_like(queries)
+    dq = None
+    if queries is not None:
+        dq = torch.zeros_like(queries) if dreads is None else torch.empty_like(queries)
     dM = dstate.to(work.dtype)
     todo = list(segments(tokens, sequences, max(inner, out, options.chunk), options.chunk))
     for seg in reversed(todo):
