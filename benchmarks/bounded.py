@@ -94,7 +94,7 @@ def stress(tokens: int) -> bool:
             share = float((most / memory.bound()).max())
             what = f"{name}, {weights}, {tokens:,} tokens x {len(STREAMS)} streams"
             good &= verdict(f"{what}: row norm / bound", share, 1.0, at_most=True) and finite
-            print(f"      finite: {finite}, {time.perf_counter() - began:.0f} s")
+            print(f"      finite: {finite}, {time.perf_counter() - began:.0f} s", flush=True)
     return good
 
 
@@ -142,6 +142,7 @@ def main() -> int:
     parser.add_argument("--text", type=int, default=0, help="tokens of the text-like run")
     arguments = parser.parse_args()
     torch.set_flush_denormal(True)
+    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     good = stress(arguments.tokens) if arguments.tokens else True
     if arguments.text:
         good &= text(arguments.text)
