@@ -1,0 +1,74 @@
+"""Parts (a) and (b): tune every optimizer with the same number of trials, then run the seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tasks import Task
+from training import ARMS, train
+
+TUNING_SEED = 100
+SEEDS = (0, 1, 2, 3, 4)
+RATES: dict[str, tuple[float, ...]] = {  # the same number for every arm
+    "AdamW": (1e-3, 2e-3, 4e-3, 8e-3),
+    "Muon": (4e-3, 8e-3, 16e-3, 32e-3),
+    "AdaMuon": (4e-3, 8e-3, 16e-3, 32e-3),
+    "M3": (4e-3, 8e-3, 16e-3, 32e-3),
+    "M3 literal": (3e-6, 1e-5, 3e-5, 1e-4),
+}
+
+
+class Store:
+    """One JSON file per run, so that a study that was stopped goes on where it was.
+
+    After a change to an optimizer, delete its files (`rm out/optim_quality/*M3*`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str, run: Any) -> dict[str, Any]:
+        """The stored result of a run, or the run."""
+        path = self.folder / f"{key.replace(' ', '_')}.json"
+        if path.exists():
+            return json.loads(path.read_text())
+        begin = time.perf_counter()
+        result = run()
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        os.replace(part, path)
+        print(f"{key:44} {time.perf_counter() - begin:7.1f} s", flush=True)
+        return result
+
+
+def tune(task: Task, arm: str, store: Store) -> tuple[float, dict[float, float]]:
+    """The rate with the least training loss on a seed that is not used afterwards; all trials."""
+    losses = {
+        rate: store.get(
+            f"{task.name}{task.steps} {arm} tune {rate:g}",
+            lambda rate=rate: train(task, ARMS[arm], rate, TUNING_SEED),
+        )["train"]
+        for rate in RATES[arm]
+    }
+    return min(losses, key=losses.__getitem__), losses
+
+
+def study(task: Task, store: Store, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+    """Every arm: its trials, its rate, and one result per seed."""
+    results: dict[str, Any] = {}
+    rates = {arm: tune(task, arm, store) for arm in ARMS}
+    for seed in seeds:  # seed by seed, so that a stopped study is balanced
+        for arm in ARMS:
+            rate, trials = rates[arm]
+            run = store.get(
+                f"{task.name}{task.steps} {arm} {rate:g} seed {seed}",
+                lambda arm=arm, rate=rate, seed=seed: train(task, ARMS[arm], rate, seed),
+            )
+            entry = results.setdefault(arm, {"rate": rate, "trials": trials, "runs": []})
+            entry["runs"].append(run)
+    return results
