@@ -231,7 +231,9 @@ def write(
     e1, e2, gram, inverse = u1, u2, None, None
     if how.erase and first.inverse is not None:
         gram = torch.bmm(k, k.mT)
-        inverse = _inverse(g.Lb * gram)
+        one = torch.eye(c.x.shape[1], dtype=z.dtype, device=z.device).expand_as(gram)
+        lower = g.Lb * gram  # the unit diagonal is implied
+        inverse = torch.linalg.solve_triangular(lower, one, upper=False, unitriangular=True)
         e1 = torch.bmm(inverse, torch.addcmul(u1, p, g.gp, value=-1.0))
         e2 = torch.bmm(first.inverse, u2.addcmul_(z, g.gp, value=-1.0))
     new1 = (s1 * g.gC).baddbmm_((e1 * g.cb).mT, k)
@@ -356,7 +358,7 @@ def write_backward(
         dk.baddbmm_(dp, s1)
         n1.baddbmm_(dp.mT, k)
     dh = dk if s.size is None else _bound_backward(dk, k, s.size, dsize)
-    dz = dh.mul_(slope).addcmul_(da.copy_(s.back).mul_(f2), how.sigma.curve(s.z, s.gate))
+    dz = dh.mul_(slope).addcmul_(torch.mul(s.back, f2, out=da), how.sigma.curve(s.z, s.gate))
     if dgp is not None:
         dz.addcmul_(b2, g.gp, value=-1.0)
     dx.baddbmm_(dz, s2)

@@ -48,11 +48,11 @@ class Sigma(NamedTuple):
 
 
 def _silu_slope(z: Tensor, gate: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(z, gate) + gate  # z g (1 - g) + g
+    return torch.ops.aten.sigmoid_backward(z, gate).add_(gate)  # z g (1 - g) + g
 
 
 def _silu_curve(z: Tensor, gate: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(torch.addcmul(z, z, gate, value=-2.0) + 2.0, gate)
+    return torch.ops.aten.sigmoid_backward(torch.addcmul(z, z, gate, value=-2.0).add_(2.0), gate)
 
 
 def _normal(z: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""The two-layer memory as a layer against titans-pytorch's NeuralMemory: speed and memory.
+
+Both layers have the same norms, projections, gates and heads around them, a memory of depth 2 with
+hidden width 4x, chunk 64, and read at every token (ours with the memory after that token, theirs
+with the memory of the chunk before). Forward + backward, gradients of the input and of all
+parameters. Extra memory is the growth of the peak resident size over a fresh process's first
+steps, each layer in a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+
+import common
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nestling.scan import MLPState, mlp_naive, scan_mlp
+
+BATCH, TOKENS, DIM, HEADS, CHUNK, EXPAND = 4, 2048, 256, 4, 64, 4
+LAYERS = ("nestling", "nestling recompute", "titans", "titans without momentum")
+
+
+class Layer(nn.Module):
+    """Norms, projections, gates, the memory, and the way back: what NeuralMemory has."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        width = DIM // HEADS
+        self.store_norm, self.retrieve_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.queries = nn.Linear(DIM, DIM, bias=False)
+        self.keys = nn.Linear(DIM, DIM, bias=False)
+        self.values = nn.Linear(DIM, DIM, bias=False)
+        self.gates = nn.Linear(DIM, 2 * HEADS)
+        self.retrieve_gate = nn.Linear(DIM, HEADS, bias=False)
+        self.combine = nn.Linear(DIM, DIM, bias=False)
+        self.w1 = nn.Parameter(torch.randn(HEADS, width, EXPAND * width) / (EXPAND * width) ** 0.5)
+        self.w2 = nn.Parameter(torch.randn(HEADS, EXPAND * width, width) / width**0.5)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        stored, asked = self.store_norm(x), self.retrieve_norm(x)
+        split = lambda t: t.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+        k = F.normalize(split(self.keys(stored)), dim=-1)
+        q = F.normalize(split(self.queries(asked)), dim=-1)
+        rate, retain = torch.sigmoid(self.gates(stored)).mT.chunk(2, dim=1)
+        state = MLPState(*(w.expand(batch, *w.shape) for w in (self.w1, self.w2)))
+        y, _ = scan_mlp(
+            state, k, split(self.values(stored)), 0.1 * rate, 1 - 0.01 * retain, q,
+            chunk=CHUNK, recompute=self.recompute,
+        )  # fmt: skip
+        y = y * torch.sigmoid(self.retrieve_gate(asked)).mT.unsqueeze(-1)
+        return self.combine(y.transpose(1, 2).flatten(-2))
+
+
+def step(name: str) -> Callable[[], None]:
+    """One forward + backward pass of a layer."""
+    torch.manual_seed(0)
+    if name.startswith("titans"):
+        from titans_pytorch import NeuralMemory
+
+        layer: nn.Module = NeuralMemory(
+            dim=DIM, dim_head=DIM // HEADS, heads=HEADS, chunk_size=CHUNK,
+            momentum=name == "titans",
+            default_model_kwargs={"depth": 2, "expansion_factor": EXPAND},
+        )  # fmt: skip
+    else:
+        layer = Layer(recompute="recompute" in name)
+    x = torch.randn(BATCH, TOKENS, DIM, requires_grad=True)
+    grad = torch.randn(BATCH, TOKENS, DIM)
+
+    def run() -> None:
+        y = layer(x)
+        (y[0] if isinstance(y, tuple) else y).backward(grad)
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return run
+
+
+def extra_memory(name: str) -> float:
+    """MB by which three steps raise the peak resident size of this process."""
+    run = step(name)
+    gc.collect()
+    before = common.peak_mb()
+    for _ in range(3):
+        run()
+    return common.peak_mb() - before
+
+
+def agrees() -> float:
+    """Largest relative difference between the fast and the naive scan, gradients included."""
+    torch.manual_seed(0)
+    shapes = [(2, 8, 16), (2, 16, 8), (2, 70, 8), (2, 70, 8), (2, 70), (2, 70), (2, 70, 8)]
+    inputs = [torch.rand(*shape).sub_(0.0 if len(shape) == 2 else 0.5) for shape in shapes]
+    results = []
+    for function in (mlp_naive, scan_mlp):
+        leaves = [part.double().requires_grad_() for part in inputs]
+        y, state = function(MLPState(*leaves[:2]), *leaves[2:], chunk=16)
+        loss = y.square().sum() + state.w1.square().sum() + state.w2.square().sum()
+        results.append([y, *torch.autograd.grad(loss, leaves)])
+    pairs = zip(*results, strict=True)
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in pairs)
+
+
+def main(repeats: int = 5) -> bool:
+    """Print the ratios; returns whether all targets are met."""
+    error = agrees()
+    if not error < 1e-10:
+        raise RuntimeError(f"fast and naive two-layer scan differ by {error:.1e}")
+    seconds = common.interleaved({name: step(name) for name in LAYERS}, repeats=repeats)
+    memory = {name: common.in_fresh_process(__file__, name)["extra_mb"] for name in LAYERS}
+    for name in LAYERS:
+        rate = BATCH * TOKENS / seconds[name]
+        print(f"      {name:<26} {rate:9,.0f} tokens/s   {memory[name]:6,.0f} MB extra")
+    ours, theirs = LAYERS[0], LAYERS[2]
+    ok = common.verdict(
+        "two-layer memory: tokens/s of titans-pytorch", seconds[theirs] / seconds[ours], 2.5,
+        at_most=False,
+    )  # fmt: skip
+    ok &= common.verdict(
+        "two-layer memory: extra memory of titans-pytorch", memory[ours] / memory[theirs], 0.6,
+        at_most=True,
+    )  # fmt: skip
+    return ok
+
+
+if __name__ == "__main__":
+    torch.set_flush_denormal(True)
+    if len(sys.argv) > 1:
+        print(json.dumps({"extra_mb": extra_memory(sys.argv[1])}))
+    else:
+        main()
