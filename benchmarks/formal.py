@@ -23,8 +23,8 @@ from nestling.models import presets
 ARMS = ("hope", "transformer", "linear", "deltanet", "lstm")
 SIZE = presets.Size(width=64, layers=2, heads=2, vocabulary=8, parameters=120_000)
 OPTIONS = {
-    # state tracking needs eigenvalues below zero and a memory that is current at every token
-    "hope": {"chunk": 1, "chunk_others": 1, "negative": True, "retain_max": 0.99999},
+    # state tracking needs eigenvalues below zero; the chunk only says when projections are renewed
+    "hope": {"chunk": 16, "chunk_others": 16, "negative": True, "retain_max": 0.99999},
     "hope_attention": {"rope": 0.0, "conv": 4},
     "transformer": {"rope": 0.0, "conv": 4},
 }
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--results", type=Path, default=ROOT / "formal.json")
-    parser.add_argument("--chunk", type=int, default=1, help="of Hope's memories")
+    parser.add_argument("--chunk", type=int, default=16, help="of Hope's memories")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     OPTIONS["hope"] |= {"chunk": options.chunk, "chunk_others": options.chunk}
