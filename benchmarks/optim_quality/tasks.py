@@ -45,8 +45,8 @@ def _mnist(part: str) -> Batch:
     return (images / 255 - 0.1307) / 0.3081, labels
 
 
-def vit(steps: int = 400, rows: int = 64) -> Task:
-    """MNIST, one pass over about half of the training images."""
+def vit(steps: int = 300, rows: int = 32) -> Task:
+    """MNIST, random batches of the training images."""
 
     def batch(generator: torch.Generator) -> Batch:
         images, labels = _mnist("train")
@@ -69,7 +69,7 @@ def _shakespeare() -> tuple[Tensor, int]:
     return table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()], len(symbols)
 
 
-def lm(steps: int = 300, rows: int = 8, length: int = 64) -> Task:
+def lm(steps: int = 200, rows: int = 8, length: int = 64) -> Task:
     """Tiny Shakespeare by characters: first 90% to train, 64 windows of the rest to test."""
     span = torch.arange(length + 1)
 

@@ -19,7 +19,7 @@ RULES = {  # rule, rate on the quadratic, rate on the MLP
     "muon": (rules.muon(), 0.2, 0.05),
     "adamuon": (rules.adamuon(), 0.2, 0.1),
     "m3": (rules.multiscale(chunk=4), 0.5, 0.1),
-    "m3 gradient": (rules.multiscale(chunk=4, second="gradient"), 0.5, 0.1),
+    "m3 gradient": (rules.multiscale(chunk=4, second="gradient", eps=0.1), 0.5, 0.1),
     "m3 plain": (rules.multiscale(chunk=4, second="none"), 0.5, 0.1),
     "delta momentum": (delta_momentum(), 0.5, 1.0),
     "delta momentum, entries": (delta_momentum(elementwise=True), 0.5, 2.0),
@@ -102,3 +102,18 @@ def test_literal_delta_momentum_descends_on_small_gradients_and_diverges_on_larg
 
     assert final(0.01) < 0.1
     assert not final(3.0) < 1e6
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_steps_are_differentiable(name):
+    """Fast weights learn by these rules: a later loss reaches the gradients that came before."""
+    rule, rate, _ = RULES[name]
+    if name == "adamuon":
+        pytest.skip("takes the sign of the momentum, which has no slope")
+    weight, grads = torch.randn(3, 5), torch.randn(5, 3, 5, requires_grad=True)
+    state = rule.init(weight)
+    for step, grad in enumerate(grads, 1):
+        weight, state = apply(rule, weight, Write(grad), state, Gates(rate=rate, step=step))
+    (slope,) = torch.autograd.grad(weight.square().sum(), grads)
+    assert slope.isfinite().all()
+    assert (slope.flatten(1).norm(dim=1) > 0).all()

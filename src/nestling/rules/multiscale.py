@@ -11,7 +11,8 @@ to use (deviation 10): M1, M2 and V are decaying averages, and Adam's part is sc
 two ways, named by `second`:
 
 - "update": V averages the square of the orthogonalised update, as in AdaMuon;
-- "gradient": V averages g^2, and the update is divided by `sqrt(V)` relative to its own mean.
+- "gradient": V averages g^2, and the update is divided by `sqrt(V)` relative to its own mean. Give
+  it a larger eps (0.1): where gradients have always been tiny, the orthogonalised update is not.
 
 The update then gets a fixed root mean square, so that a rate means what it means for AdamW. Scaling
 all gradients by a constant changes nothing.
@@ -86,9 +87,9 @@ def multiscale(
     *,
     beta1: float = 0.95,
     beta2: float = 0.95,
-    beta3: float = 0.9,
-    slow_weight: float = 0.5,
-    chunk: int = 8,
+    beta3: float = 0.8,
+    slow_weight: float = 0.1,
+    chunk: int = 16,
     second: str = "update",
     nesterov: bool = True,
     steps: int = 5,
@@ -129,7 +130,7 @@ def multiscale(
             new_second = mean_square(state.second, source, beta2)
             root = new_second.sqrt()  # its scale, bias correction too, goes with the fixed size
             mean = root.mean((-2, -1), keepdim=True).clamp(min=TINY)
-            out = out / root.add_(eps * mean)
+            out = out / (root + eps * mean)
         out = out * (rms / _rms(out))
         return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
 
