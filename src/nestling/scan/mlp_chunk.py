@@ -166,7 +166,7 @@ class _Tables(torch.autograd.Function):
 def tables(rate: Tensor, retain: Tensor) -> tuple[Tensor, Tensor]:
     """Of chunks `[N, C]`: running products of retain `[N, C + 1]`, from 1 on, and
     `g_t/g_s rate_s`, t = 0..C, s = 1..C, zero where s > t: `[N, C + 1, C]`. Differentiable."""
-    return _Tables.apply(rate, retain)  # type: ignore[no-any-return]
+    return _Tables.apply(rate, retain)
 
 
 def gates(g: Tensor, rated: Tensor, after: bool) -> Gates:
@@ -332,7 +332,8 @@ def write_backward(
     dcb = _rows(c.x, y2).add_(_rows(s.e1, y1))
     dgc = (_rows(s1, d1).sum(-2, keepdim=True)).add_(_rows(s2, d2).sum(-2, keepdim=True))
     b1, b2, dp, d_lb, dgp = de1, de2, None, None, None
-    if s.inverse is not None and s.gram is not None and first.inverse is not None:
+    if s.inverse is not None and s.gram is not None and first.gram is not None:
+        assert first.inverse is not None  # made together with the Gram matrix
         b1, b2 = torch.bmm(s.inverse.mT, de1), torch.bmm(first.inverse.mT, de2)
         dgp = _rows(b1, s.p).add_(_rows(b2, s.z)).neg_()
         dp = (b1 * g.gp).neg_()

@@ -95,7 +95,10 @@ def compose(
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """The two-layer scan out of any matrix scan; begins and ends anywhere in a chunk (Eq. 90)."""
     dtype = compute_dtype(*state[:6], x, v, rate, retain, queries, momentum)
-    state = MLPState(*(s.to(dtype) if s is not None else None for s in state[:6]), state.position)  # type: ignore[arg-type]
+    state = MLPState(  # type: ignore[call-arg]
+        *(s.to(dtype) if s is not None else None for s in state[:6]),  # type: ignore[arg-type]
+        state.position,
+    )
     stop = state.position + x.shape[-2]
     cuts = [state.position, *boundaries(state.position, stop, chunk)]
     cuts += [stop] if cuts[-1] != stop else []
