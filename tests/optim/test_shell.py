@@ -54,7 +54,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("build", "options", "word"), BAD, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(
+    ("build", "options", "word"), BAD, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_wrong_settings_are_refused_by_name(build, options, word) -> None:
     with pytest.raises(ValueError, match=word):
         build(weights((3, 3)), **options)
