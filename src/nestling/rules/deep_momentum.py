@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nestling.rules.core import Gates, Rule, State, Write
-from nestling.rules.newton_schulz import TINY
+from nestling.rules.size import TINY
 
 __all__ = ["DeepMomentumState", "deep_momentum", "deep_momentum_loss"]
 

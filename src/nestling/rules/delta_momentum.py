@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.dgd import dgd_direction
-from nestling.rules.newton_schulz import TINY
+from nestling.rules.size import TINY, rms
 
 __all__ = ["DeltaMomentumState", "delta_momentum", "delta_momentum_literal"]
 
@@ -93,9 +93,8 @@ def _recall_rows(memory: Tensor, grad: Tensor, value: Tensor | float, rate: floa
 
 def _recall_entries(memory: Tensor, grad: Tensor, value: Tensor | float, rate: float) -> Tensor:
     """The exact step with every entry its own key: `|m . ghat - P|^2` (Eq. 101)."""
-    dims = -1 if grad.ndim else ()
-    size = grad.square().mean(dims, keepdim=True).sqrt()
-    keys = grad / size.clamp(min=TINY)
+    size = rms(grad, dims=1)
+    keys = grad / size
     return (memory * keys - size * value) * keys / (1.0 + rate * keys.square())
 
 

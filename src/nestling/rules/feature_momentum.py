@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nestling.rules.core import Rule, chain, stateless
 from nestling.rules.momentum import momentum
-from nestling.rules.newton_schulz import TINY
+from nestling.rules.size import rms
 
 __all__ = ["feature_momentum", "polynomial", "power"]
 
@@ -45,7 +45,7 @@ def polynomial(*coefficients: float) -> Callable[[Tensor], Tensor]:
         )
 
     def phi(grad: Tensor) -> Tensor:
-        size = _rms(grad)
+        size = rms(grad)
         z = grad / size
         total = torch.zeros_like(z)
         for coefficient in reversed(coefficients):  # Horner in z^2
@@ -61,12 +61,7 @@ def power(exponent: float) -> Callable[[Tensor], Tensor]:
         raise ValueError(f"power: exponent must be at least 0, got {exponent}")
 
     def phi(grad: Tensor) -> Tensor:
-        size = _rms(grad)
+        size = rms(grad)
         return size * grad.sign() * (grad.abs() / size) ** exponent
 
     return phi
-
-
-def _rms(grad: Tensor) -> Tensor:
-    dims = tuple(range(-min(grad.ndim, 2), 0))
-    return grad.square().mean(dims, keepdim=True).sqrt().clamp(min=TINY)

@@ -27,17 +27,17 @@ more every `chunk` steps. The chunk's gradients are one running sum. The clock i
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nestling.levels import Level, due
+from nestling.rules import size
 from nestling.rules.adam import adam, mean_square
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.momentum import accumulate
-from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, newton_schulz
+from nestling.rules.newton_schulz import QUINTIC, Coefficients, newton_schulz
 
 __all__ = ["MultiScaleState", "multiscale", "multiscale_literal"]
 
@@ -129,9 +129,9 @@ def multiscale(
             source = out if second == "update" else grad
             new_second = mean_square(state.second, source, beta2)
             root = new_second.sqrt()  # its scale, bias correction too, goes with the fixed size
-            mean = root.mean((-2, -1), keepdim=True).clamp(min=TINY)
+            mean = root.mean((-2, -1), keepdim=True).clamp(min=size.TINY)
             out = out / (root + eps * mean)
-        out = out * (rms / _rms(out))
+        out = out * (rms / size.rms(out))
         return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
 
     return Rule(init, step)
@@ -139,8 +139,3 @@ def multiscale(
 
 def _init(weight: Tensor) -> MultiScaleState:
     return MultiScaleState(*(torch.zeros_like(weight) for _ in range(5)))
-
-
-def _rms(matrix: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return (norm / math.sqrt(matrix.shape[-2] * matrix.shape[-1])).clamp(min=TINY)

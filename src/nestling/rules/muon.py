@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch import Tensor
-
+from nestling.rules import size
 from nestling.rules.adam import second_moment
 from nestling.rules.aliases import signsgd
 from nestling.rules.core import Rule, chain, identity, stateless
 from nestling.rules.momentum import momentum
-from nestling.rules.newton_schulz import QUINTIC, TINY, Coefficients, orthogonalise
+from nestling.rules.newton_schulz import QUINTIC, Coefficients, orthogonalise
 
 __all__ = ["SHAPE_SCALES", "adamuon", "muon", "rms_scale", "shape_scale"]
 
@@ -81,8 +80,4 @@ def shape_scale(scale: str = "original") -> Rule:
 def rms_scale(rms: float = 0.2) -> Rule:
     """Bring each matrix to a given root mean square; 0.2 is about what AdamW's steps have."""
 
-    def transform(grad: Tensor) -> Tensor:
-        size = grad.square().mean((-2, -1), keepdim=True).sqrt().clamp(min=TINY)
-        return grad * (rms / size)
-
-    return stateless(transform)
+    return stateless(lambda grad: grad * (rms / size.rms(grad)))

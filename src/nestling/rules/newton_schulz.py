@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nestling.rules.core import Rule, stateless
+from nestling.rules.size import norm
 
 __all__ = ["CUBIC", "QUINTIC", "newton_schulz", "newton_schulz_naive", "orthogonalise"]
 
@@ -37,7 +38,6 @@ QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
 RESTART = 5  # steps on one Gram matrix before rounding errors matter
 GRAM_FROM = 1.5  # wide / narrow side from which the Gram form needs fewer multiplications
-TINY = 1e-20  # below this norm a matrix counts as zero
 
 
 def newton_schulz_naive(
@@ -45,7 +45,7 @@ def newton_schulz_naive(
 ) -> Tensor:
     """Eq. 43-44 as they are written: `O <- O (a I + b O^T O + c (O^T O)^2)` from `m / |m|`."""
     a, b, c = coefficients
-    out = matrix / _norm(matrix)  # [..., n, m]
+    out = matrix / norm(matrix)  # [..., n, m]
     for _ in range(steps):
         gram = out.mT @ out  # [..., m, m]
         out = a * out + out @ (b * gram + c * gram @ gram)
@@ -60,11 +60,11 @@ def newton_schulz(matrix: Tensor, steps: int = 5, coefficients: Coefficients = Q
     """
     _check(matrix, steps)
     if matrix.numel() == 0 or steps == 0:
-        return matrix / _norm(matrix)
+        return matrix / norm(matrix)
     exact = torch.promote_types(matrix.dtype, torch.float32)
     rows, columns = matrix.shape[-2:]
     x = matrix.to(exact).reshape(-1, rows, columns)
-    x = x / _norm(x)
+    x = x / norm(x)
     if rows > columns:
         x = x.mT
     if max(rows, columns) >= GRAM_FROM * min(rows, columns):
@@ -108,11 +108,6 @@ def _gram_steps(x: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
 
 def _eye_like(gram: Tensor) -> Tensor:
     return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-
-
-def _norm(matrix: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return norm.clamp(min=TINY)
 
 
 def _check(matrix: Tensor, steps: int) -> None:

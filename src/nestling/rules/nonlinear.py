@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.rules.core import Rule, chain, stateless
-from nestling.rules.newton_schulz import TINY
+from nestling.rules.size import rms
 
 __all__ = ["nonlinear", "squash"]
 
@@ -33,8 +33,7 @@ def squash(strength: float = 1.0) -> Callable[[Tensor], Tensor]:
         raise ValueError(f"squash: strength must be positive, got {strength}")
 
     def sigma(answer: Tensor) -> Tensor:
-        dims = tuple(range(-min(answer.ndim, 2), 0))
-        size = answer.square().mean(dims, keepdim=True).sqrt().clamp(min=TINY)
+        size = rms(answer)
         return size * torch.tanh(answer / (size * strength))
 
     return sigma
