@@ -19,7 +19,7 @@ RULES = {  # rule, rate on the quadratic, rate on the MLP
     "muon": (rules.muon(), 0.2, 0.05),
     "adamuon": (rules.adamuon(), 0.2, 0.1),
     "m3": (rules.multiscale(chunk=4), 0.5, 0.1),
-    "m3 gradient": (rules.multiscale(chunk=4, second="gradient", eps=0.1), 0.5, 0.1),
+    "m3 update": (rules.multiscale(chunk=4, second="update"), 0.5, 0.1),
     "m3 plain": (rules.multiscale(chunk=4, second="none"), 0.5, 0.1),
     "delta momentum": (delta_momentum(), 0.5, 1.0),
     "delta momentum, entries": (delta_momentum(elementwise=True), 0.5, 2.0),

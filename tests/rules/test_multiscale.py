@@ -43,7 +43,7 @@ def test_default_by_hand(second):
     weight = torch.randn(4, 6, dtype=torch.float64)
     grads = torch.randn(8, 4, 6, dtype=torch.float64)
     rule = multiscale(
-        beta2=0.9, beta3=0.9, chunk=f, slow_weight=0.3, second=second, eps=0.01, rms=0.5
+        beta2=0.9, beta3=0.9, chunk=f, slow_weight=0.3, second=second, floor=0.01, rms=0.5
     )
     ours, _ = run(rule, weight, grads, rate)
     fast = slow = v = torch.zeros_like(weight)

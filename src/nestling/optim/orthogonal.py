@@ -79,7 +79,7 @@ class M3(OrthogonalOptimizer):
         params: Iterable[Any],
         lr: float = 1e-3,
         *,
-        betas: tuple[float, float, float] = (0.95, 0.95, 0.8),
+        betas: tuple[float, float, float] = (0.95, 0.99, 0.8),
         slow_weight: float = 0.1,
         chunk: int = 16,
         literal: bool = False,
