@@ -1,7 +1,8 @@
 """The matrix scan against causal attention and against the loop over tokens; correctness first.
 
 Forward + backward with gradients of every input, B=4, H=4, D=64, T=2048, two threads. Arms take
-turns; medians. Then the two-layer memory (scan_mlp.py), unless called with --matrix.
+turns; medians; all keep freed memory (`nestling.host.keep_memory`). Then the two-layer memory
+(scan_mlp.py), unless called with --matrix.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nestling.host import keep_memory
 from nestling.scan import scan
 
 BATCH, HEADS, WIDTH, TOKENS = 4, 4, 64, 2048
@@ -74,6 +76,7 @@ def check() -> None:
 def main() -> None:
     """Print every ratio beside its target; the process fails when one is missed."""
     torch.set_num_threads(2)
+    keep_memory()  # for every arm: fresh pages would drown the arithmetic
     torch.set_flush_denormal(True)
     check()
     given = inputs(TOKENS)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
 from transformers import LlamaConfig
 
 from nestling.cli import main
+from nestling.optim import M3
 
 
 def test_a_table_and_a_picture(tmp_path, capsys):
     out = tmp_path / "x.html"
     assert main(["describe", "hope", "--optimizer", "M3", "--out", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "every 8 steps" in text
+    chunk = inspect.signature(M3).parameters["chunk"].default
+    assert f"every {chunk} steps" in text
     assert "M3.slow" in text
     assert "<svg" in out.read_text()
 

@@ -115,15 +115,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
 @pytest.mark.slow
 def test_any_number_of_processes_learns_the_same(tmp_path):
     """DDP and FSDP2 on two processes equal one; their checkpoints continue in one and back."""
-    changes = ["optim.name=m3", "optim.lr=0.005", "optim.shape=constant", "run.micro=1"]
+    changes = ["optim.name=m3", "optim.lr=0.005", "run.micro=1"]
+    changes += ["optim.shape=constant", "optim.warmup=0"]  # the rate does not depend on the length
     one, two = tmp_path / "one", tmp_path / "two"
     weights = train(one, *changes, "run.steps=4")
     got = train(two, *changes, "run.steps=4", "run.strategy=fsdp", processes=2)
-    assert_same(got, weights, rtol=2e-3, atol=2e-4)
+    assert_same(got, weights, rtol=1e-3, atol=1e-4)
     weights = train(one, *changes, "run.steps=8")
     train(two, *changes, "run.steps=6")
     got = train(two, *changes, "run.steps=8", processes=2)
-    assert_same(got, weights, rtol=3e-3, atol=3e-4)
+    assert_same(got, weights, rtol=1e-3, atol=1e-4)
 
 
 def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
@@ -135,7 +136,8 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
 
     states = state.states
     states["memory"]["step"] = 3
-    states["model"]["model.embed_tokens.weight"][:] = float("nan")
+    for weight in states["model"].values():
+        weight[:] = float("nan")
     save_checkpoint(out / "checkpoints", 3, states, state.facts, keep=5)
     code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=9"))
     assert code == 1
