@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
-    made.add_argument("--steps", type=int, default=220, help="training steps of each model")
+    made.add_argument("--steps", type=int, default=120, help="training steps of each model")
     made.add_argument("--documents", type=int, default=4, help="unseen documents to stream")
     made.add_argument("--seed", type=int, default=0)
     return made
