@@ -93,10 +93,10 @@ def _train(name: str, arguments: argparse.Namespace) -> Arm:
 
 
 def _unseen(tokenizer: Any, count: int) -> list[list[int]]:
-    """Long documents about valleys outside the training and validation text."""
+    """Documents about valleys outside the training and validation text, as long as those."""
     from nestling.train.chronicle import chronicle
 
-    texts = [chronicle(10_000 + i, characters=6000) for i in range(count)]
+    texts = [chronicle(10_000 + i, characters=2400) for i in range(count)]
     return [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
 
 
@@ -122,7 +122,7 @@ def _forgetting(arm: Arm, documents: list[list[int]]) -> list[tuple[int, float, 
     import statistics
 
     found = []
-    for gap in (0, 256, 1024, 4096):
+    for gap in (0, 128, 256, 512):
         known, new = [], []
         for i, ids in enumerate(documents):
             cut = len(ids) * 2 // 3
@@ -181,8 +181,8 @@ def _report(
     page.heading("How much is left after reading something else")
     page.text(
         "Hope reads two thirds of a document, then other text, then the rest of the first document."
-        " The grey line is the same without the first two thirds: the space between the lines is"
-        " what the memory kept."
+        " The other line is the same without the first two thirds: the space between the lines"
+        " is what the memory kept."
     )
     gaps = [gap for gap, _, _ in forgetting]
     page.figure(
