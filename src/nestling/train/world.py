@@ -94,7 +94,24 @@ def map_tensors(function: Any, value: Any) -> Any:
 
 def whole(value: Any) -> Any:
     """Nested states with every sharded tensor put together (all processes must call this)."""
-    return map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
+    return map_tensors(lambda t: _gather(t) if hasattr(t, "device_mesh") else t, value)
+
+
+def _gather(tensor: Any) -> Tensor:
+    """A sharded tensor whole; one blocking collective, rows padded to equal shards."""
+    from torch.distributed.tensor import Shard
+
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or tensor.placements != (Shard(0),):
+        return tensor.full_tensor()
+    local = tensor.to_local().detach()
+    rows, size = tensor.shape[0], mesh.size()
+    share = -(-rows // size)
+    padded = local.new_zeros(share, *local.shape[1:])
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded, group=mesh.get_group())
+    return torch.cat(parts)[:rows].clone()
 
 
 def spread_(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
