@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nestling.optim import DGD, capture
-from nestling.rules import dgd_step
+from nestling.rules import Gates, Write, apply, dgd, dgd_step
 
 
 def model_of(*widths: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -196,3 +196,29 @@ def test_autocast_and_half_precision() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_changed_in_place_are_erased_as_they_were(bias: bool) -> None:
+    """The step takes `x W^T` from the forward pass; an activation in place must not spoil it."""
+
+    def step(inplace: bool) -> Tensor:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 5, bias=bias), nn.ReLU(inplace), nn.Linear(5, 2))
+        model = model.double()
+        optimizer = DGD(model.parameters(), lr=0.5, erase=1.0, inputs=capture(model))
+        model(torch.randn(3, 6).double()).square().mean().backward()
+        expected = _exact_step(model[0], optimizer)
+        optimizer.step()
+        torch.testing.assert_close(model[0].weight.detach(), expected)
+        return model[0].weight.detach()
+
+    torch.testing.assert_close(step(True), step(False))
+
+
+def _exact_step(layer: nn.Linear, optimizer: DGD) -> Tensor:
+    """The rule itself, on the pairs the optimizer is about to use."""
+    x, u = optimizer.inputs.pairs(layer.weight)
+    weight = layer.weight.detach().clone()
+    write = Write(torch.zeros_like(weight), x, u)
+    return apply(dgd(mean=True), weight, write, (), Gates(rate=0.5))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nestling.optim.batch import Item
@@ -13,6 +14,7 @@ from nestling.optim.sharded import is_sharded
 from nestling.optim.shell import Group, RuleOptimizer, check_decays, require, settings
 from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
 from nestling.rules.deep_momentum import deep_momentum
+from nestling.rules.dgd import dgd_factors
 
 __all__ = ["DGD", "DeepMomentum", "DeltaMomentum"]
 
@@ -54,6 +56,7 @@ class DGD(RuleOptimizer):
         """Refuse settings that make no sense."""
         super().check(group)
         require("erase", group["erase"], 0.0 <= group["erase"] <= 1.0, "in [0, 1]")
+        self.inputs.keep_reads |= group["erase"] > 0.0
         for parameter in group["params"]:
             if is_sharded(parameter):
                 raise TypeError(
@@ -81,6 +84,24 @@ class DGD(RuleOptimizer):
             else item
             for item, parameter in zip(items, parameters, strict=True)
         ]
+
+    def take_directly(self, group: Group, parameter: Tensor, gates: Gates) -> bool:
+        """The step of a captured weight as one product, added to the weight where it lies."""
+        plain = parameter.dtype in (torch.float32, torch.float64) and not group["compile"]
+        if not (plain and group["lr"] and self.inputs.covers(parameter)):
+            return False
+        x, u = self.inputs.pairs(parameter)
+        if x.shape[0] > x.shape[1]:
+            return False
+        row_weight = 1.0 / max(x.shape[0], 1) if group["mean"] else 1.0
+        x, error = x.to(parameter.dtype), (u if group["maximize"] else -u).to(parameter.dtype)
+        if group["erase"]:
+            read = self.inputs.reads(parameter)
+            near = gates.retain * (x @ parameter.mT if read is None else read)
+            error = error + (row_weight * group["erase"]) * near
+        left, right = dgd_factors(x, error, row_weight * gates.rate)
+        parameter.addmm_(left.mT, right, beta=float(gates.retain), alpha=-float(gates.rate))
+        return True
 
     def _with_pairs(self, item: Item, weight: Tensor, maximize: bool) -> Item:
         x, u = self.inputs.pairs(weight)

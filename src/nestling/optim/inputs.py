@@ -36,7 +36,9 @@ class Capture:
                     f"capture: {name or 'the model'} is compiled, and its hooks would not see the"
                     " layers; capture the model without torch.compile"
                 )
-        self._rows: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
+        self.keep_reads = False
+        """Keep the layers' outputs too, for an optimizer that asks for `reads`."""
+        self._rows: dict[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
         self._pass: dict[Tensor, int] = {}  # the backward pass that last wrote
         self._handles = [m.register_forward_hook(self._forward) for m in self._layers.values()]
 
@@ -58,6 +60,12 @@ class Capture:
         x = rows[0][0] if len(rows) == 1 else torch.cat([r[0] for r in rows])
         delta = rows[0][1] if len(rows) == 1 else torch.cat([r[1] for r in rows])
         return Pairs(x, delta * -self._scale(weight, x, delta))
+
+    def reads(self, weight: Tensor) -> Tensor | None:
+        """What the layer answered to the rows of `pairs`, `x W^T` [n, Do]; None if not all kept."""
+        rows = [row[2] for row in self._rows.get(weight, [])]
+        kept = [row for row in rows if row is not None and row.dtype == weight.dtype]
+        return torch.cat(kept) if rows and len(kept) == len(rows) else None
 
     def clear(self) -> None:
         """Forget all pairs, as `zero_grad` does with gradients."""
@@ -84,19 +92,23 @@ class Capture:
             )
         if not (output.requires_grad and weight.requires_grad):
             return
-        x = arguments[0].detach()
+        x, read = arguments[0].detach(), None
+        if self.keep_reads:  # a copy: what follows may change the output in place
+            bias = cast(Tensor | None, layer.bias)
+            read = output.detach() - bias.detach() if bias is not None else output.detach().clone()
 
         def backward(grad: Tensor) -> None:
-            self._record(weight, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]))
+            self._record(weight, x, grad, read)
 
         output.register_hook(backward)
 
-    def _record(self, weight: Tensor, x: Tensor, delta: Tensor) -> None:
+    def _record(self, weight: Tensor, x: Tensor, delta: Tensor, read: Tensor | None) -> None:
         this_pass = torch._C._current_graph_task_id()
         if weight.grad is None and self._pass.get(weight) != this_pass:
             self._rows.pop(weight, None)  # the gradient was set to None since: a new start
         self._pass[weight] = this_pass
-        self._rows.setdefault(weight, []).append((x, delta.detach()))
+        row = (_rows(x), _rows(delta.detach()), None if read is None else _rows(read))
+        self._rows.setdefault(weight, []).append(row)
 
     def _scale(self, weight: Tensor, x: Tensor, delta: Tensor) -> float:
         """The number c with `weight.grad = c delta^T x`, from one random projection of both."""
@@ -125,6 +137,10 @@ class Capture:
 def capture(model: nn.Module) -> Capture:
     """Capture the inputs and output gradients of every `nn.Linear` in `model`, for `DGD`."""
     return Capture(model)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 @cache

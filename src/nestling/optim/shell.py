@@ -117,6 +117,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """What each parameter brings to this step; tensors as the parameter has them."""
         return [self._item(group, parameter) for parameter in parameters]
 
+    def take_directly(self, group: Group, parameter: Tensor, gates: Gates) -> bool:
+        """True if an optimizer has taken this step in place, without forming its direction."""
+        return False
+
     def _step_members(self, group: Group, vector: bool) -> None:
         """One step for a group's matrices, or for its vectors."""
         members = [p for p in group["params"] if (p.ndim < 2) == vector]
@@ -139,6 +143,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             if parameters[0].is_cpu:
                 _keep_heap()
             gates = Gates(rate, retain, step)
+            parameters = [p for p in parameters if not self.take_directly(group, p, gates)]
             items = self.items(group, parameters)
 
             def inner(some: Sequence[Item], gates: Gates = gates) -> Iterator[Result]:

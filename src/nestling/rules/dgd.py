@@ -32,7 +32,15 @@ from nestling.objectives import Matrix, Objective
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.gd import argmin, pairs
 
-__all__ = ["delta_rate", "delta_step", "dgd", "dgd_direction", "dgd_step", "generalised_descent"]
+__all__ = [
+    "delta_rate",
+    "delta_step",
+    "dgd",
+    "dgd_direction",
+    "dgd_factors",
+    "dgd_step",
+    "generalised_descent",
+]
 
 
 def delta_step(
@@ -79,14 +87,22 @@ def dgd_direction(
     if erase != 0.0:
         error = error + (row_weight * erase) * (x @ weight.to(exact).mT)  # [..., n, Do]
     strength = row_weight * rate
-    rows, inputs = x.shape[-2:]
-    if rows > inputs:
-        step = _solve(_identity_plus(x.mT @ x, strength), x.mT @ error).mT
-    elif error.shape[-1] < inputs:
-        step = _solve(_identity_plus(x @ x.mT, strength), error).mT @ x
-    else:
-        step = error.mT @ _solve(_identity_plus(x @ x.mT, strength), x)
-    return step.to(weight.dtype)
+    if x.shape[-2] > x.shape[-1]:
+        return _solve(_identity_plus(x.mT @ x, strength), x.mT @ error).mT.to(weight.dtype)
+    left, right = dgd_factors(x, error, strength)
+    return (left.mT @ right).to(weight.dtype)
+
+
+def dgd_factors(x: Tensor, error: Tensor, strength: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The step as a product `left^T right` of n rows each, for no more rows than inputs (Eq. 116).
+
+    x [..., n, Di], error [..., n, Do] the gradient at the output (with what is to be erased),
+    strength `c eta`. A caller that adds the product to its weight never forms the step itself.
+    """
+    system = _identity_plus(x @ x.mT, strength)
+    if error.shape[-1] < x.shape[-1]:
+        return _solve(system, error), x
+    return error, _solve(system, x)
 
 
 def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
