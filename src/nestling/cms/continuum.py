@@ -24,11 +24,12 @@ class Continuum(nn.Module):
 
     levels: fastest first by convention; any chunks.
     slots: which matrices, owned by which levels.
-    reduce: the gradient of a chunk is the "mean" over its pairs (default: a rate then means the same
-        for every chunk size, as in NestedOptimizer) or their "sum", as Eq. 71 is printed.
+    reduce: the gradient of a chunk is the "mean" over its pairs (default: a rate then means the
+        same for every chunk size, as in NestedOptimizer) or their "sum", as Eq. 71 is printed.
     transfer: None: the levels' initial states are learned outside, in meta-training (Eq. 73, 74).
         "frozen", "first_order", "reptile", "second_order": nested (Eq. 72), each faster level
         returns to an initial state that the next slower one learns in this way.
+    transfer_rate: how strongly; None: 0.5 for "reptile", else the slower level's own rate.
     context: the model's own cache starts anew every so many positions; None: at the model's
         `max_position_embeddings` (a memory model has no limit).
     segment: at most so many pairs in one backward pass; None: as many as the schedule allows.
@@ -43,6 +44,7 @@ class Continuum(nn.Module):
         *,
         reduce: str = "mean",
         transfer: str | None = None,
+        transfer_rate: float | None = None,
         context: int | None = None,
         segment: int | None = None,
         learn_rates: bool = False,
@@ -69,9 +71,9 @@ class Continuum(nn.Module):
         learn: False only reads, with the fast weights as they are: no level changes, and pairs
             still waiting for their segment are dropped. A bool tensor [B, T] says for which
             *targets* the pair is learned (answers only; padding at the end).
-        meta: None: no gradients go out. "first_order", "second_order": `losses` and `logits` can be
-            differentiated by the model's parameters (and `log_rate`), with the fast weights as
-            constants or through every update.
+        meta: None: no gradients go out. Otherwise `losses` and `logits` can be differentiated by
+            the model's parameters: "frozen" by all but the slots, "first_order" with the fast
+            weights as constants, "second_order" through every update (also by `log_rate`).
         keep_logits: False gives only the last token's logits.
         measure: norms in `updates` (nan otherwise).
         """

@@ -1,8 +1,8 @@
 """What a continuum memory is made of: levels, slots, and a state that is plain data (Eq. 70-74).
 
-A *slot* is one weight matrix of a language model. Every level owns some slots, or parts of them, and
-keeps for each sequence a *difference* from the model's weight there: the level's fast weights. The
-model reads with `W0 + sum_l Delta_l`; the model itself is never changed.
+A *slot* is one weight matrix of a language model. Every level owns some slots, or parts of them,
+and keeps for each sequence a *difference* from the model's weight there: the level's fast weights.
+The model reads with `W0 + sum_l Delta_l`; the model itself is never changed.
 
 The clock counts (input, target) pairs. A pair is consumed once its target is known, so feeding a
 stream in any pieces gives the same fast weights. `n` tokens are `n - 1` pairs.
@@ -114,18 +114,24 @@ Fast = Tensor | Factors | None
 class LevelState(NamedTuple):
     """One level for every sequence; tuples have one entry per part the level owns, in slot order.
 
-    `sums` and `pairs` collect the unfinished chunk; `pairs` only for rules that need them.
+    `sums` and `pairs` collect the unfinished chunk (a level whose chunk is a multiple of another's
+    is fed by that one when it is due); `pairs` only for rules that need them. `start`, `outer`,
+    `outer_seen` and `outer_surprise` serve the nested variant (Eq. 72): the initial state the level
+    returns to, and what the next slower level has collected to learn it from.
     """
 
     fast: tuple[Fast, ...]
-    start: tuple[Fast, ...]  # the initial state the level returns to (Eq. 72); None is zero
     rule: tuple[Any, ...]  # the rule's own state; None before the first update
     sums: tuple[Fast, ...]  # gradient of the summed loss
     pairs: tuple[Pairs | None, ...]
-    count: Tensor  # [B] pairs collected
+    seen: Tensor  # [B] pairs collected
     surprise: Tensor  # [B] their summed loss
     updates: Tensor  # [B] int64: updates so far (since the level's context began, Eq. 72)
     lost: Tensor  # [B] norm of what truncation to `rank` has dropped so far (summed)
+    start: tuple[Fast, ...]  # None is zero
+    outer: tuple[Fast, ...]  # gradient of the summed loss
+    outer_seen: Tensor  # [B]
+    outer_surprise: Tensor  # [B]
 
 
 class ContinuumState(NamedTuple):
@@ -138,6 +144,7 @@ class ContinuumState(NamedTuple):
 
     levels: tuple[LevelState, ...]
     start: Tensor  # [B] int64, the same for all sequences
+    begin: Tensor  # [B] int64: where the model's cache begins, the same for all sequences
     tokens: Tensor  # [B, P] int64
     wanted: Tensor  # [B, P] bool: is the pair whose target is this token to be learned
     cache: Any
