@@ -1,6 +1,7 @@
 """Where text comes from: files, folders, JSON lines, Hugging Face data sets, the built-in corpus.
 
-Every source is read as a stream of documents, so memory does not grow with the corpus.
+Every source is read as a stream of pieces of documents, so memory grows neither with the corpus
+nor with its longest text file.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from nestling.train.chronicle import chronicles
 
@@ -22,7 +23,7 @@ BUILTIN = "builtin"
 TEXT = (".txt", ".text", ".md", ".rst", ".py", ".tex")
 LINES = (".jsonl", ".ndjson")
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_WHOLE = 1 << 28  # a file without a separator is one document, read in pieces of at most this size
+_PIECE = 1 << 20  # characters of a text file that are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,9 @@ class Corpus:
     """Documents from one source.
 
     `source` is a text file, a `.jsonl` file, a folder of them (each may be compressed with gz, bz2
-    or xz), `hf:NAME` or `hf:NAME:CONFIG` for a streamed Hugging Face data set, or `builtin` for the
-    generated chronicles (`builtin:COUNT` or `builtin:FIRST-LAST` for other documents than 0-299).
+    or xz), `hf:NAME` or `hf:NAME:CONFIG` for a streamed Hugging Face data set,
+    `hf:FOLDER` for a local one, or `builtin` for the generated chronicles (`builtin:COUNT` or
+    `builtin:FIRST-LAST` for other documents than 0-299).
     A text file is one document unless `separator` cuts it. `field` holds the text of JSON lines.
     """
 
@@ -41,12 +43,26 @@ class Corpus:
     split: str = "train"
 
     def __iter__(self) -> Iterator[str]:
+        """Whole documents."""
+        held: list[str] = []
+        for text, last in self.pieces():
+            held.append(text)
+            if last:
+                yield "".join(held)
+                held = []
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """The documents in pieces of bounded size, each with whether it ends its document.
+
+        A text file without separator is one document; its pieces end at line ends where there are
+        any, so that a tokenizer sees whole words.
+        """
         name = self.source
         if name == BUILTIN or name.startswith(BUILTIN + ":"):
             first, last = _builtin_range(name)
-            yield from chronicles(last - first + 1, first=first)
+            yield from _whole(chronicles(last - first + 1, first=first))
         elif name.startswith("hf:"):
-            yield from self._hub(name[3:])
+            yield from _whole(self._hub(name[3:]))
         else:
             for path in self.files():
                 yield from self._file(path)
@@ -75,12 +91,14 @@ class Corpus:
                 facts.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
         return facts
 
-    def _file(self, path: Path) -> Iterator[str]:
+    def _file(self, path: Path) -> Iterator[tuple[str, bool]]:
         with _open(path) as file:
             if _kind(path) == "lines":
-                yield from self._json_lines(path, file)
+                yield from _whole(self._json_lines(path, file))
+            elif self.separator is None:
+                yield from _pieces(file)
             else:
-                yield from _split(file, self.separator)
+                yield from _whole(_split(file, self.separator))
 
     def _json_lines(self, path: Path, file: IO[str]) -> Iterator[str]:
         for number, line in enumerate(file, start=1):
@@ -102,11 +120,27 @@ class Corpus:
             raise ValueError(
                 f"hf:{name} needs the package 'datasets': pip install nestling[eval]"
             ) from error
-        parts = name.split(":")
-        for row in datasets.load_dataset(*parts, split=self.split, streaming=True):
-            if self.field not in row:
-                raise ValueError(f"hf:{name}: no field {self.field!r}; has {sorted(row)}")
+        try:
+            rows = _rows(datasets, name, self.split)
+        except (OSError, ValueError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ValueError(f"hf:{name}: cannot open this data set: {reason}") from error
+        for row in rows:
+            if not isinstance(row.get(self.field), str):
+                raise ValueError(f"hf:{name}: no text field {self.field!r}; has {sorted(row)}")
             yield row[self.field]
+
+
+def _rows(datasets: Any, name: str, split: str) -> Any:
+    """The rows of a data set: on the hub, in a folder of files, or saved with `save_to_disk`."""
+    if not (Path(name) / "state.json").exists() and not (Path(name) / "dataset_dict.json").exists():
+        return datasets.load_dataset(*name.split(":"), split=split, streaming=True)
+    found = datasets.load_from_disk(name)
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise ValueError(f"no split {split!r}; has {sorted(found)}")
+        return found[split]
+    return found
 
 
 def _builtin_range(name: str) -> tuple[int, int]:
@@ -132,12 +166,24 @@ def _open(path: Path) -> IO[str]:
     return opener(path, "rt", encoding="utf-8", errors="replace")  # type: ignore[operator]
 
 
-def _split(file: IO[str], separator: str | None) -> Iterator[str]:
-    """Cut a text at a separator, holding one document (or a large piece of it) at a time."""
-    if separator is None:
-        while text := file.read(_WHOLE):
-            yield text
-        return
+def _whole(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    return ((text, True) for text in texts if text)
+
+
+def _pieces(file: IO[str]) -> Iterator[tuple[str, bool]]:
+    """One document in pieces that end at line ends; nothing if it is empty."""
+    rest, begun = "", False
+    while block := file.read(_PIECE):
+        text = rest + block
+        cut = text.rfind("\n") + 1 or len(text)
+        rest, begun = text[cut:], True
+        yield text[:cut], False
+    if begun:
+        yield rest, True
+
+
+def _split(file: IO[str], separator: str) -> Iterator[str]:
+    """Cut a text at a separator, holding one document at a time."""
     rest = ""
     while piece := file.read(1 << 16):
         *whole, rest = (rest + piece).split(separator)

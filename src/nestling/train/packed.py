@@ -27,7 +27,7 @@ from nestling.train.corpus import Corpus
 
 __all__ = ["Encoder", "PackedCorpus", "prepare"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Encoder(Protocol):
@@ -81,8 +81,8 @@ def prepare(
     """Encode the documents of some sources, in order, once; later calls map the result.
 
     Every document ends with the tokenizer's end-of-text token. `progress(documents, tokens)` is
-    called now and then. Memory stays constant: documents are encoded in batches by `workers`
-    processes and appended in order.
+    called now and then. Memory stays constant: text is encoded in pieces by `workers` processes
+    and appended in order.
     """
     folder = cache / _fingerprint(corpora, encoder)
     if (folder / "packed.json").exists():
@@ -120,13 +120,14 @@ def _build(
         tokens = stack.enter_context(open(folder / "tokens.bin", "wb"))
         starts = stack.enter_context(open(folder / "starts.bin", "wb"))
         starts.write(np.int64(0).tobytes())
-        texts = (text for corpus in corpora for text in corpus if text)
-        for encoded in _encode_all(texts, encoder, dtype, workers, stack):
-            for ids in encoded:
+        pieces = (piece for corpus in corpora for piece in corpus.pieces())
+        for encoded in _encode_all(pieces, encoder, dtype, workers, stack):
+            for ids, last in encoded:
                 tokens.write(ids.tobytes())
                 total += len(ids)
-                documents += 1
-                starts.write(np.int64(total).tobytes())
+                if last:
+                    documents += 1
+                    starts.write(np.int64(total).tobytes())
             if progress is not None:
                 progress(documents, total)
         if documents == 0:
@@ -151,17 +152,25 @@ def _flush(*files: IO[Any]) -> None:
         os.fsync(file.fileno())
 
 
+Piece = tuple[str, bool]  # text, and whether it ends its document
+Encoded = list[tuple[np.ndarray, bool]]
+
+
 def _encode_all(
-    texts: Iterable[str], encoder: Encoder, dtype: str, workers: int, stack: contextlib.ExitStack
-) -> Iterator[list[np.ndarray]]:
-    groups = _groups(texts)
+    pieces: Iterable[Piece],
+    encoder: Encoder,
+    dtype: str,
+    workers: int,
+    stack: contextlib.ExitStack,
+) -> Iterator[Encoded]:
+    groups = _groups(pieces)
     if workers <= 1:
         return (_encode_group((encoder, dtype, group)) for group in groups)
     pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(workers))
     return _bounded(pool, ((encoder, dtype, group) for group in groups), workers * 4)
 
 
-def _bounded(pool: Any, jobs: Iterator[Any], ahead: int) -> Iterator[list[np.ndarray]]:
+def _bounded(pool: Any, jobs: Iterator[Any], ahead: int) -> Iterator[Encoded]:
     """Results in order with at most `ahead` jobs in flight (imap would read the whole corpus)."""
     waiting = [pool.apply_async(_encode_group, (job,)) for job in islice(jobs, ahead)]
     while waiting:
@@ -169,11 +178,11 @@ def _bounded(pool: Any, jobs: Iterator[Any], ahead: int) -> Iterator[list[np.nda
         waiting.extend(pool.apply_async(_encode_group, (job,)) for job in islice(jobs, 1))
 
 
-def _groups(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[str]]:
-    group: list[str] = []
+def _groups(pieces: Iterable[Piece], characters: int = 1 << 18) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
     size = 0
-    for text in texts:
-        group.append(text)
+    for text, last in pieces:
+        group.append((text, last))
         size += len(text)
         if size >= characters:
             yield group
@@ -182,6 +191,9 @@ def _groups(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[st
         yield group
 
 
-def _encode_group(job: tuple[Encoder, str, list[str]]) -> list[np.ndarray]:
-    encoder, dtype, texts = job
-    return [np.asarray([*encoder.encode(t), encoder.eos_token_id], dtype=dtype) for t in texts]
+def _encode_group(job: tuple[Encoder, str, list[Piece]]) -> Encoded:
+    encoder, dtype, pieces = job
+    return [
+        (np.asarray([*encoder.encode(t), *[encoder.eos_token_id] * last], dtype=dtype), last)
+        for t, last in pieces
+    ]

@@ -87,5 +87,6 @@ def _train(corpora: Sequence[Corpus], size: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for corpus in corpora for text in corpus), trainer)
+    pieces = (text for corpus in corpora for text, _ in corpus.pieces())
+    tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer
