@@ -120,13 +120,8 @@ def test_every_truncation_and_bit_flip_is_found(tmp_path):
                 i = rng.randrange(len(whole))
                 bad = whole[:i] + bytes([whole[i] ^ (1 << rng.randrange(8))]) + whole[i + 1 :]
             path.write_bytes(bad)
-            try:
-                got = tree(tmp_path)
-            except BrokenFileError:
-                continue
-            # White space and the like may change in the JSON; the content may not.
-            assert path.suffix == ".json"
-            assert got == (plain(OLD), {"position": 7})
+            with pytest.raises(BrokenFileError):
+                tree(tmp_path)
         path.write_bytes(whole)
     assert tree(tmp_path)[1] == {"position": 7}
 

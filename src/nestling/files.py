@@ -65,7 +65,7 @@ def save_tree(folder: Path, name: str, tensors: Mapping[str, Tensor], meta: Any)
     write_atomic(folder / file, data)
     manifest = {"format": FORMAT, "file": file, "bytes": len(data), "sha256": digest}
     checked = manifest | {"meta": meta, "check": _check(manifest, meta)}
-    write_atomic(folder / f"{name}.json", (json.dumps(checked, indent=1) + "\n").encode())
+    write_atomic(folder / f"{name}.json", _text(checked))
     for old in [*folder.glob(f"{name}-*.safetensors"), *folder.glob(f".{name}[-.]*.tmp")]:
         if old.name != file:
             with contextlib.suppress(FileNotFoundError):
@@ -94,6 +94,10 @@ def load_tree(folder: Path, name: str) -> tuple[dict[str, Tensor], Any]:
         raise BrokenFileError(f"{path}: not a safetensors file: {error}") from error
 
 
+def _text(manifest: Mapping[str, Any]) -> bytes:
+    return (json.dumps(manifest, indent=1) + "\n").encode()
+
+
 def _check(manifest: Mapping[str, Any], meta: Any) -> str:
     text = json.dumps([{k: manifest[k] for k in ("format", "file", "bytes", "sha256")}, meta])
     return hashlib.sha256(text.encode()).hexdigest()
@@ -101,7 +105,8 @@ def _check(manifest: Mapping[str, Any], meta: Any) -> str:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        manifest = json.loads(text)
     except OSError as error:
         raise BrokenFileError(f"{path}: cannot be read: {error}") from error
     except ValueError as error:
@@ -111,7 +116,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise BrokenFileError(f"{path}: expected the keys {sorted(keys)}")
     if manifest["format"] != FORMAT:
         raise BrokenFileError(f"{path}: format {manifest['format']!r}; this version reads {FORMAT}")
-    if _check(manifest, manifest["meta"]) != manifest["check"]:
+    if _check(manifest, manifest["meta"]) != manifest["check"] or text != _text(manifest):
         raise BrokenFileError(f"{path}: its checksum does not match: the file was altered")
     if not isinstance(manifest["file"], str) or Path(manifest["file"]).name != manifest["file"]:
         raise BrokenFileError(f"{path}: names a file outside its folder: {manifest['file']!r}")

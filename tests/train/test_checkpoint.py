@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import random
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from nestling import files
-from nestling.train import checkpoint as module
 from nestling.train.checkpoint import checkpoints, load_latest, save_checkpoint
 from nestling.train.schedule import SHAPES, Schedule
 from nestling.train.tree import pack, unpack
@@ -75,81 +71,6 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     got = load_latest(tmp_path)
     assert got is not None
     assert got.states["w"].item() == 60, "a broken checkpoint of the same step is replaced"
-
-
-def test_broken_checkpoints_are_passed_over_and_named(tmp_path):
-    save_checkpoint(tmp_path, 1, {"w": torch.zeros(40)}, {})
-    save_checkpoint(tmp_path, 2, {"w": torch.ones(40)}, {})
-    newest = checkpoints(tmp_path)[-1]
-    backup = tmp_path / "backup"
-    shutil.copytree(newest, backup)
-    rng = random.Random(0)
-    passed = 0
-    for _ in range(60):
-        path = rng.choice(sorted(newest.iterdir()))
-        data = bytearray(path.read_bytes())
-        if rng.random() < 0.4:
-            data = data[: rng.randrange(len(data))]
-        else:
-            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(bytes(data))
-        with pytest.warns(UserWarning, match="broken checkpoint") if _broken(newest) else _quiet():
-            got = load_latest(tmp_path)
-        assert got is not None
-        assert torch.equal(got.states["w"], torch.full((40,), float(got.step - 1)))
-        passed += got.step == 1
-        shutil.rmtree(newest)
-        shutil.copytree(backup, newest)
-    assert passed > 50
-
-
-def _broken(path):
-    try:
-        module.load_checkpoint(path)
-    except files.BrokenFileError:
-        return True
-    return False
-
-
-class _quiet:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return False
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace", "rename"])
-def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, call):
-    failures = 0
-    for nth in range(1, 8):
-        folder = tmp_path / str(nth)
-        save_checkpoint(folder, 1, {"w": torch.zeros(3)}, {})
-        count, real = 0, getattr(files.os, call)
-
-        def failing(*args, nth=nth, real=real):
-            nonlocal count
-            count += 1
-            if count == nth:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(files.os, call, failing)
-            said = ""
-            try:
-                save_checkpoint(folder, 2, {"w": torch.ones(3)}, {})
-            except OSError as error:
-                said = str(error)
-        if count >= nth:
-            failures += 1
-            assert "step 2" in said
-            assert "No space left" in said
-        got = load_latest(folder)
-        assert got is not None
-        assert torch.equal(got.states["w"], torch.full((3,), float(got.step - 1)))
-        assert not list(folder.glob(".step-*"))
-    assert failures
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
