@@ -13,6 +13,9 @@ from nestling.cms.core import (
     Slot,
     Update,
 )
+from nestling.cms.meta import meta_loss
+from nestling.cms.naive import naive
+from nestling.cms.slots import own_slots
 
 __all__ = [
     "Continuum",
@@ -26,4 +29,7 @@ __all__ = [
     "Part",
     "Slot",
     "Update",
+    "meta_loss",
+    "naive",
+    "own_slots",
 ]

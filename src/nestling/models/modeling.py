@@ -150,6 +150,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the memory state is the cache, and the model makes it
 
+    def make_cache(self, states: tuple[Any, ...] | None = None, seen: int = 0) -> MemoryCache:
+        """A cache that holds these states after `seen` tokens; an empty one without."""
+        return MemoryCache(len(self.model.layers), states, seen)
+
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,

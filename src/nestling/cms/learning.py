@@ -1,0 +1,314 @@
+"""How levels learn: collect the chunk's gradient, step when due, return to the start (Eq. 71-73).
+
+Everything here is a pure function of a level's state. Under `graph` all of it can be
+differentiated; otherwise no history is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nestling.cms import fast as differences
+from nestling.cms.core import Factors, Fast, LevelState, MemoryLevel, Pairs, Update
+from nestling.cms.plan import Plan
+from nestling.cms.slots import Owned
+from nestling.memories.state import tree_map
+from nestling.rules.core import Gates, Write
+
+__all__ = ["Segment", "collect", "empty", "feed", "release", "remember", "transfer"]
+
+Rate = float | Tensor
+
+
+class Segment:
+    """What one segment of the text brings: each slot's pairs, and gradients formed only once."""
+
+    def __init__(self, pairs: list[Pairs], seen: Tensor, surprise: Tensor) -> None:
+        self.slots = pairs  # per slot: the inputs x and u = -dL/dy
+        self.seen, self.surprise = seen, surprise  # [B], [B]
+        self._formed: dict[Any, Tensor] = {}
+
+    def pairs(self, own: Owned) -> Pairs:
+        """The pairs of one part."""
+        x, u = self.slots[own.slot]
+        _, axis, start, stop = own.part
+        if axis == 0:
+            u = u[..., start:stop]
+        if axis == 1:
+            x = x[..., start:stop]
+        return Pairs(x, u)
+
+    def gradient(self, own: Owned, dtype: torch.dtype) -> Tensor:
+        """`sum_n delta_n x_n^T` of each sequence: [B, Do, Di]."""
+        key = (own.slot, *own.part[1:])
+        if key not in self._formed:
+            x, u = self.pairs(own)
+            self._formed[key] = -(u.mT @ x).to(dtype)
+        return self._formed[key]
+
+    def factors(self, own: Owned, dtype: torch.dtype) -> Factors:
+        """The same gradient as factors."""
+        x, u = self.pairs(own)
+        return Factors(-u.mT.to(dtype), x.mT.to(dtype))
+
+
+def empty(count: int, batch: int, like: Tensor) -> LevelState:
+    """A level that has learned nothing, with `count` parts."""
+    none: tuple[None, ...] = (None,) * count
+    zero = torch.zeros(batch, dtype=torch.float32, device=like.device)
+    zero = zero.to(torch.promote_types(like.dtype, torch.float32))
+    updates = torch.zeros(batch, dtype=torch.int64, device=like.device)
+    return LevelState(
+        fast=none,
+        rule=none,
+        sums=none,
+        pairs=none,
+        seen=zero,
+        surprise=zero,
+        updates=updates,
+        lost=zero,
+        start=none,
+        outer=none,
+        outer_seen=zero,
+        outer_surprise=zero,
+    )
+
+
+def collect(state: LevelState, segment: Segment, plan: Plan, number: int) -> LevelState:
+    """Add a segment's gradient to the level's unfinished chunk."""
+    level, dtype = plan.levels[number], state.seen.dtype
+    sums: list[Fast] = []
+    pairs: list[Pairs | None] = []
+    lost = state.lost
+    for own, old, old_pairs in zip(plan.parts[number], state.sums, state.pairs, strict=True):
+        new: Fast
+        if level.rank is None:
+            new = differences.add(old, segment.gradient(own, dtype))
+        else:
+            new = differences.add(old, segment.factors(own, dtype))
+            if old is not None and isinstance(new, Factors):
+                new, dropped = differences.truncate(new, 4 * level.rank)
+                lost = lost + dropped
+        sums.append(new)
+        pairs.append(_join(old_pairs, segment.pairs(own)) if plan.pairs[number] else None)
+    return state._replace(
+        sums=tuple(sums),
+        pairs=tuple(pairs),
+        seen=state.seen + segment.seen,
+        surprise=state.surprise + segment.surprise,
+        lost=lost,
+    )
+
+
+def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
+    """Add the chunk a faster level has just finished to this level's own."""
+    sums = [differences.add(mine, its) for mine, its in zip(state.sums, faster.sums, strict=True)]
+    lost = state.lost
+    if rank is not None:
+        for place, new in enumerate(sums):
+            if isinstance(new, Factors):
+                sums[place], dropped = differences.truncate(new, 4 * rank)
+                lost = lost + dropped
+    both = zip(state.pairs, faster.pairs, strict=True)
+    return state._replace(
+        sums=tuple(sums),
+        pairs=tuple(mine if its is None else _join(mine, its) for mine, its in both),
+        seen=state.seen + faster.seen,
+        surprise=state.surprise + faster.surprise,
+        lost=lost,
+    )
+
+
+def release(
+    state: LevelState,
+    plan: Plan,
+    number: int,
+    *,
+    rate: Rate,
+    weight: Callable[[Owned], Tensor],
+    position: int,
+    measure: bool,
+) -> tuple[LevelState, Update | None]:
+    """One update of a level with the chunk it has collected (Eq. 71), and a new chunk.
+
+    `theta <- retain theta - rate f(...)` on the difference, with f the rule's direction for the
+    mean (or sum) of the chunk's gradients. Sequences that collected nothing stay as they are.
+    """
+    level, some = plan.levels[number], state.seen > 0
+    if not bool(some.any()):
+        return state, None
+    factor = _factor(state.seen, plan.mean)
+    new_fast: list[Fast] = []
+    new_rule: list[Any] = []
+    lost, squares = state.lost, torch.zeros_like(state.seen)
+    for place, own in enumerate(plan.parts[number]):
+        if plan.plain[number]:
+            retain = level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
+            after = _descend(state.fast[place], state.sums[place], rate, factor, retain)
+            memory = None
+            if level.rank is not None and isinstance(after, Factors):
+                after, dropped = differences.truncate(after, level.rank)
+                lost = lost + dropped
+        else:
+            after, memory = _by_rule(state, level, place, weight(own), rate, factor)
+        new_fast.append(after)
+        new_rule.append(memory)
+        if measure:
+            squares = squares + differences.norm2(state.sums[place])
+    nothing = (None,) * len(state.fast)
+    new = state._replace(
+        fast=tuple(new_fast),
+        rule=tuple(new_rule),
+        sums=nothing,
+        pairs=nothing,
+        seen=torch.zeros_like(state.seen),
+        surprise=torch.zeros_like(state.surprise),
+        updates=state.updates + some,
+        lost=lost,
+    )
+    mean_loss = (state.surprise / state.seen.clamp(min=1)).detach()
+    gradient = norm = torch.full_like(state.seen, torch.nan)
+    if measure:
+        gradient = (squares.sqrt() * _flat(factor)).detach()
+        norm = _norm(new.fast, state.seen).detach()
+    return new, Update(position, level.name, mean_loss, gradient, norm)
+
+
+def _by_rule(
+    state: LevelState, level: MemoryLevel, place: int, weight: Tensor, rate: Rate, factor: Rate
+) -> tuple[Tensor, Any]:
+    """One part's step by any rule: its difference and the rule's state."""
+    total, old, memory = state.sums[place], state.fast[place], state.rule[place]
+    if not isinstance(total, Tensor) or isinstance(old, Factors):
+        raise TypeError("a rule other than gradient descent needs a full gradient (rank=None)")
+    pairs = state.pairs[place]
+    write = Write(total * factor)
+    if pairs is not None:
+        write = Write(write.grad, pairs.x.to(total.dtype), pairs.u.to(total.dtype) * factor)
+    memory = level.rule.init(weight) if memory is None else memory
+    gates = Gates(rate=rate, retain=level.retain, step=int(state.updates.max()) + 1)
+    write, later = level.rule.step(write, memory, weight, gates)
+    old = torch.zeros_like(write.grad) if old is None else old
+    after = level.retain * old - rate * write.grad
+    some = state.seen > 0
+    if bool(some.all()):
+        return after, later
+
+    def pick(new: Tensor, kept: Tensor) -> Tensor:
+        return torch.where(some.view(-1, *[1] * (new.dim() - 1)), new, kept)
+
+    return pick(after, old), tree_map(pick, later, memory)
+
+
+def _descend(old: Fast, total: Fast, rate: Rate, factor: Rate, retain: Rate) -> Fast:
+    """`retain Delta - rate factor sum`."""
+    if isinstance(retain, Tensor):
+        retain = retain.to(factor.dtype if isinstance(factor, Tensor) else retain.dtype)
+        retain = retain.view(-1, 1, 1)
+    numbers = not isinstance(rate, Tensor) and not isinstance(factor, Tensor)
+    if isinstance(old, Tensor) and isinstance(total, Tensor) and numbers:
+        kept = old if isinstance(retain, float) and retain == 1.0 else retain * old
+        return torch.add(kept, total, alpha=-rate * factor)
+    kept_fast = (
+        old if isinstance(retain, float) and retain == 1.0 else differences.scale(old, retain)
+    )
+    return differences.add(kept_fast, differences.scale(total, -rate * factor))
+
+
+def remember(state: LevelState, rank: int | None) -> LevelState:
+    """Keep a finished chunk for the slower level, which learns the initial state from it."""
+    outer = [differences.add(old, new) for old, new in zip(state.outer, state.sums, strict=True)]
+    for place, new in enumerate(outer):
+        if rank is not None and isinstance(new, Factors):
+            outer[place], _ = differences.truncate(new, 4 * rank)
+    return state._replace(
+        outer=tuple(outer),
+        outer_seen=state.outer_seen + state.seen,
+        outer_surprise=state.outer_surprise + state.surprise,
+    )
+
+
+def transfer(state: LevelState, plan: Plan, number: int, *, rate: Rate, graph: bool) -> LevelState:
+    """The end of a level's context (Eq. 72): its initial state is learned, and it returns to it.
+
+    Called when the next slower level is due, whose `rate` is used: by gradient descent on the mean
+    loss of the slower level's chunk, first-order (the gradient at the adapted weights) or
+    second-order (by the initial state, through the updates), or by Reptile, a step towards where
+    the level has ended.
+    """
+    starts: list[Fast] = list(state.start)
+    rank, lost = plan.levels[number].rank, state.lost
+    strength: Rate = rate if plan.transfer_rate is None else plan.transfer_rate
+    if plan.transfer == "reptile":
+        eps = 0.5 if plan.transfer_rate is None else plan.transfer_rate
+        starts = [
+            differences.add(differences.scale(s, 1.0 - eps), differences.scale(f, eps))
+            for s, f in zip(state.start, state.fast, strict=True)
+        ]
+    elif plan.transfer == "first_order":
+        factor = _factor(state.outer_seen, plan.mean)
+        both = zip(state.start, state.outer, strict=True)
+        starts = [_descend(s, g, strength, factor, 1.0) for s, g in both]
+    elif plan.transfer == "second_order":
+        starts = _second_order(state, plan, strength, graph)
+    for place, new in enumerate(starts):
+        if rank is not None and isinstance(new, Factors):
+            starts[place], dropped = differences.truncate(new, rank)
+            lost = lost + dropped
+    nothing = (None,) * len(state.fast)
+    return state._replace(
+        fast=tuple(starts),
+        start=tuple(starts),
+        rule=nothing,
+        outer=nothing,
+        outer_seen=torch.zeros_like(state.outer_seen),
+        outer_surprise=torch.zeros_like(state.outer_surprise),
+        updates=torch.zeros_like(state.updates),
+        lost=lost,
+    )
+
+
+def _second_order(state: LevelState, plan: Plan, rate: Rate, graph: bool) -> list[Fast]:
+    """`Phi - rate d/dPhi (loss of the slower level's chunk)`, through every update since."""
+    leaves = [start for start in state.start if isinstance(start, Tensor)]
+    factor = _factor(state.outer_seen, plan.mean)
+    grads = torch.autograd.grad(
+        state.outer_surprise.sum(), leaves, create_graph=graph, retain_graph=True
+    )
+    new = [_descend(s, g, rate, factor, 1.0) for s, g in zip(leaves, grads, strict=True)]
+    return [s if graph or s is None else _leaf(s) for s in new]
+
+
+def _leaf(start: Fast) -> Fast:
+    return start.detach().requires_grad_() if isinstance(start, Tensor) else start
+
+
+def _factor(seen: Tensor, mean: bool) -> Rate:
+    """What turns the chunk's sum into what the rule sees: a number, or [B, 1, 1]."""
+    if not mean:
+        return 1.0
+    first = float(seen[0])
+    if seen.shape[0] == 1 or bool((seen == first).all()):
+        return 1.0 / max(first, 1.0)
+    return (1.0 / seen.clamp(min=1)).view(-1, 1, 1)
+
+
+def _flat(factor: Rate) -> Rate:
+    return factor.view(-1) if isinstance(factor, Tensor) else factor
+
+
+def _norm(fast: tuple[Fast, ...], like: Tensor) -> Tensor:
+    total = torch.zeros_like(like)
+    for part in fast:
+        total = total + differences.norm2(part)
+    return total.sqrt()
+
+
+def _join(old: Pairs | None, new: Pairs) -> Pairs:
+    if old is None:
+        return new
+    return Pairs(torch.cat([old.x, new.x], 1), torch.cat([old.u, new.u], 1))
