@@ -21,10 +21,11 @@ SIZES = {"width": 8, "heads": 2, "chunk": 16, "chunk_others": 16}
 
 @pytest.mark.parametrize("name", bounded.CONFIGURATIONS)
 @pytest.mark.parametrize("trained", [False, True])
-def test_adversarial_streams_stay_under_the_bound(name, trained):
+@pytest.mark.parametrize("anchored", [False, True])
+def test_adversarial_streams_stay_under_the_bound(name, trained, anchored):
     """A small retention limit makes the bound small enough to be felt within a short stream."""
     torch.manual_seed(0)
-    options = {**SIZES, **bounded.CONFIGURATIONS[name]}
+    options = {**SIZES, **bounded.CONFIGURATIONS[name], "anchored": anchored}
     memory = SelfModifying(SelfModifyingConfig(**options, retain_max=0.99))
     if trained:
         bounded.train(memory, steps=5)
@@ -70,7 +71,7 @@ def greedy(rate_max, steps, retain=0.9, c=1.0):
 @pytest.mark.parametrize("negative", [False, True])
 def test_the_bound_is_tight(negative):
     """A greedy adversary stays below it and comes within three percent."""
-    options = {"retain_max": 0.9, "negative": negative}
+    options = {"retain_max": 0.9, "negative": negative}  # anchored: the same when |w_0| = 0
     memory = SelfModifying(SelfModifyingConfig(**SIZES, **options))
     with torch.no_grad():
         memory.first.zero_()
@@ -93,12 +94,35 @@ def test_a_write_survives_256_tokens_at_the_start():
     assert left > 1 / 3
 
 
-def test_zero_inputs_write_nothing():
-    memory = SelfModifying(SelfModifyingConfig(**SIZES)).double()
+@pytest.mark.parametrize("anchored", [False, True])
+def test_zero_inputs_write_nothing(anchored):
+    """Towards zero the weights shrink evenly; anchored they stay where they started."""
+    memory = SelfModifying(SelfModifyingConfig(**SIZES, anchored=anchored)).double()
     _, state = memory(torch.zeros(2, 40, 8, dtype=torch.float64))
     start = memory.init(2).weights.first
     shrunk = state.weights.first / start
     torch.testing.assert_close(shrunk, shrunk[:, :, :1, :1, :1].expand_as(shrunk))
+    assert (shrunk - 1).abs().max() < 1e-12 if anchored else (shrunk < 0.99).all()
+
+
+def effective_rank(weights):
+    values = torch.linalg.svdvals(weights)
+    return float((values.sum(-1).square() / values.square().sum(-1)).mean())
+
+
+@torch.no_grad()
+def test_only_anchored_memories_outlive_a_long_stream():
+    """Values a memory makes itself lie in its own range (deviation 22): its rank can only fall."""
+    ranks = {}
+    for anchored in (False, True):
+        torch.manual_seed(0)
+        memory = SelfModifying(SelfModifyingConfig(width=16, heads=1, anchored=anchored))
+        words, state = torch.randn(40, 16), None
+        for _ in range(8):
+            _, state = memory(words[torch.randint(40, (1, 512))], state)
+        ranks[anchored] = effective_rank(state.weights.first) / effective_rank(memory.first)
+    assert ranks[False] < 0.25
+    assert ranks[True] > 0.6
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
 B, D, F = 3, 4, 5
 
 
-def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False):
+def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, anchored=False):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -33,6 +33,9 @@ def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False):
         mask = (
             torch.arange(tokens) < torch.tensor([tokens, max(tokens - 3, 0), tokens // 2])[:, None]
         )
+    initial = None
+    if anchored:
+        initial = Weights(draw(*first.shape), None if second is None else draw(*second.shape))
     inputs = Inputs(
         draw(B, tokens, D),
         draw(B, 2, D, scale=0.5),
@@ -40,6 +43,7 @@ def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False):
         **given,
         theta=torch.sigmoid(draw(B, tokens)) if momentum else None,
         valid=mask,
+        initial=initial,
     )
     start = Weights(first + 0.1 * draw(*first.shape), None if second is None else second * 0.9)
     return inputs, Weights(first, second, moved), start
@@ -105,25 +109,28 @@ RULES = {
 STATIC = ("stage 1", "stage 1 by gradient descent")
 
 
+@pytest.mark.parametrize("anchored", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_matrix_memories(name):
+def test_matrix_memories(name, anchored):
     for tokens, position in ((11, 0), (5, 3), (1, 6)):
-        compare(RULES[name], tokens, position)
+        compare(RULES[name], tokens, position, anchored=anchored)
 
 
 @pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "slow others"])
 def test_two_layer_memories(name):
     for tokens, position in ((9, 0), (5, 3)):
         compare(RULES[name], tokens, position, deep=True)
+        compare(RULES[name], tokens, position, deep=True, anchored=True)
 
 
 @pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase"])
 @pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
     compare(RULES[name], 9, 3, momentum=True, deep=deep)
+    compare(RULES[name], 9, 3, momentum=True, deep=deep, anchored=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}])
+@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"anchored": True}])
 def test_padding_and_different_positions(options):
     for name in ("l2", "slow others", "slow memory"):
         compare(RULES[name], 9, 2, valid=True, **options)
@@ -137,8 +144,8 @@ def test_padding_and_different_positions(options):
 @pytest.mark.parametrize("position", [0, 3, 5, [3, 0, 7]])
 def test_one_token_without_gradients(name, position):
     """Generation takes a path of its own."""
-    for valid in (False, True):
-        inputs, weights, start = case(RULES[name], 1, valid=valid)
+    for valid, anchored in ((False, False), (True, False), (False, True), (True, True)):
+        inputs, weights, start = case(RULES[name], 1, valid=valid, anchored=anchored)
         where = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
         want = scan_naive(RULES[name], inputs, weights, start, where)
         mine = where if isinstance(position, list) or valid else position

@@ -30,6 +30,8 @@ class SelfModifyingConfig:
         in head widths.
     chunk, chunk_others: tokens between two updates of what the main memory, and the other memories,
         take their errors and projections from (Eq. 90).
+    anchored: retention decays towards the trained initial weights, not towards zero; without it a
+        long stream wears the projections down to rank one (deviation 22).
     momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
     """
@@ -40,6 +42,7 @@ class SelfModifyingConfig:
     objective: str = "dot"
     own_values: bool = True
     erase: bool = True
+    anchored: bool = True
     momentum: bool = False
     negative: bool = False
     expansion: int = 0
@@ -143,13 +146,7 @@ class SelfModifying(Memory):
         """Trained initial weights for every sequence, position 0."""
         device = self.first.device if device is None else torch.device(device)
         dtype = self.first.dtype if dtype is None else dtype
-        fast = state_dtype(dtype)
-
-        def spread(weight: Tensor) -> Tensor:
-            return weight.to(device, fast).unsqueeze(0).expand(batch_size, *weight.shape)
-
-        first = spread(self.first)
-        second = None if self.second is None else spread(self.second)
+        first, second, _ = self._initial(batch_size, device, state_dtype(dtype))
         moved = None
         if self.config.momentum:
             moved = tuple(torch.zeros_like(w) for w in (first, second) if w is not None)
@@ -197,16 +194,22 @@ class SelfModifying(Memory):
         For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
         when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as
         large; with momentum `max(|w_0|, r / (1 - a))`, where r = rate c / (1 - theta) bounds it.
+        Anchored, the same holds of `w - w_0`, which starts at zero and whose errors `u - w_0 x` are
+        up to `c + |w_0|` long.
         """
-        a, c = self.rule.retain_max, self.rule.clip
+        a, c, rate = self.rule.retain_max, self.rule.clip, self.rule.rate_max
+        pairs = [w for w in (self.first, self.second) if w is not None]
+        rows = torch.stack([w.detach().norm(dim=-1).max() for w in pairs])
+        error = rows.new_full(rows.shape, c)
+        if self.config.anchored and self.rule.erase:
+            error = c + rows * (1 - THETA if self.config.momentum else 1)
         if self.config.momentum:
-            most = self.rule.rate_max * a * c / (1 - THETA) / (1 - a)
-        elif self.rule.rate_max > 1 or not self.rule.erase:
-            most = self.rule.rate_max * a * c / (1 - a)
+            most = rate * a * error / (1 - THETA) / (1 - a)
+        elif rate > 1 or not self.rule.erase:
+            most = rate * a * error / (1 - a)
         else:
-            most = a * c / math.sqrt(1 - a * a)
-        rows = [w.detach().norm(dim=-1).max() for w in (self.first, self.second) if w is not None]
-        return torch.stack(rows).clamp_min(most)
+            most = a * error / math.sqrt(1 - a * a)
+        return rows + most if self.config.anchored else torch.maximum(rows, most)
 
     def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
         """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
@@ -223,7 +226,19 @@ class SelfModifying(Memory):
         )
         if valid is not None:
             valid = valid.repeat_interleave(heads, 0)
-        return Inputs(x, readout, bias, **given, theta=theta, valid=valid)
+        initial = None
+        if self.config.anchored:
+            initial = self._initial(batch, x.device, x.dtype)
+            initial = tree_map(_fold, initial)
+        return Inputs(x, readout, bias, **given, theta=theta, valid=valid, initial=initial)
+
+    def _initial(self, batch: int, device: torch.device, dtype: torch.dtype) -> Weights:
+        """The trained initial weights for every sequence, [B, H, N, ., .]."""
+
+        def spread(weight: Tensor) -> Tensor:
+            return weight.to(device, dtype).unsqueeze(0).expand(batch, *weight.shape)
+
+        return Weights(spread(self.first), None if self.second is None else spread(self.second))
 
 
 def _fold(weight: Tensor) -> Tensor:

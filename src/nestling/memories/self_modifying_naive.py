@@ -82,11 +82,13 @@ def learn(
     rate: Tensor,
     retain: Tensor,
     token: Inputs,
+    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 88), or without the
     `x x^T` term (`erase=False`: Eq. 77, 82).
 
-    With momentum the write goes through `Z <- theta Z + eta u x^T` (deviation 18).
+    With momentum the write goes through `Z <- theta Z + eta u x^T` (deviation 18). With `initial`
+    retention decays towards it: `+ (1 - alpha) W_0` (deviation 22).
     """
     x, u = pair  # [b, j], [b, i]
     eta, alpha = rate[:, None, None], retain[:, None, None]
@@ -97,6 +99,8 @@ def learn(
         moved = torch.where(real[:, None, None], going, moved)
         write = real[:, None, None] * moved
     kept = alpha * weight
+    if initial is not None:
+        kept = kept + (1 - alpha) * initial
     if rule.erase:
         kept = kept - eta * torch.einsum("bij,bj->bi", weight, x)[:, :, None] * x[:, None, :]
     return kept + write, moved
@@ -110,12 +114,15 @@ def step(rule: SelfRule, weights: Weights, at: Weights, token: Inputs) -> tuple[
     k, v = project(rule, at, "k", token), project(rule, at, "v", token)
     rate, retain = gates(rule, at, token)
     layers = [part for part in (weights.first, weights.second) if part is not None]
+    firsts = token.initial
     new: list[list[Tensor]] = [[] for _ in layers]
     new_moved: list[list[Tensor]] = [[] for _ in layers]
     for slot in range(len(rule.names)):
         for i, pair in enumerate(errors(rule, at, slot, k, v)):
             moved = None if weights.moved is None else weights.moved[i][:, slot]
-            weight, moved = learn(rule, layers[i][:, slot], moved, pair, rate, retain, token)
+            home = None if firsts is None else (firsts.first, firsts.second)[i]
+            home = None if home is None else home[:, slot]
+            weight, moved = learn(rule, layers[i][:, slot], moved, pair, rate, retain, token, home)
             new[i].append(weight)
             if moved is not None:
                 new_moved[i].append(moved)
@@ -155,4 +162,5 @@ def _token(inputs: Inputs, t: int) -> Inputs:
         q=pick(inputs.q),
         theta=pick(inputs.theta),
         valid=pick(inputs.valid),
+        initial=inputs.initial,
     )

@@ -85,7 +85,8 @@ def hope_block(
     """A Hope block, trained by gradient descent on sequences, as its problems (Eq. 94-97).
 
     `chunks` say after how many sequences each level of the continuum memory changes. The mixer must
-    be a self-modifying matrix memory with chunks of one token, without momentum.
+    be a self-modifying matrix memory with chunks of one token, without momentum, whose retention is
+    towards zero as printed.
     """
     mixer = _checked(block, chunks)
     parts, rule = Parts(block), mixer.rule
@@ -200,10 +201,11 @@ def _checked(block: Block, chunks: Sequence[int]) -> SelfModifying:
     if not isinstance(mixer, SelfModifying):
         raise TypeError(f"hope_block needs a self-modifying mixer, got {type(mixer).__name__}")
     config = mixer.config
-    if config.expansion or config.momentum or (config.chunk, config.chunk_others) != (1, 1):
+    plain = not (config.expansion or config.momentum or config.anchored)
+    if not plain or (config.chunk, config.chunk_others) != (1, 1):
         raise ValueError(
-            "hope_block: the mixer must have expansion=0, momentum=False, chunk=1 and"
-            f" chunk_others=1; got {config}"
+            "hope_block: the mixer must have expansion=0, momentum=False, anchored=False, chunk=1"
+            f" and chunk_others=1; got {config}"
         )
     levels = getattr(block.channel, "levels", ())
     if len(levels) != len(chunks):

@@ -61,6 +61,7 @@ def _scan(
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
     known = not rule.adaptive and not rule.own_values and not rule.read_start
+    known = known and inputs.initial is None
     if known and weights.second is not None and inputs.valid is None:
         return _scan_known(rule, inputs, weights, start, position, recompute)
     if fits(rule, inputs, weights, position):
@@ -86,7 +87,8 @@ def _scan_one(
     start = begin(weights, start, position)
     stack = weights.first.flatten(1, 2)
     begun = stack if start.first is weights.first else start.first.flatten(1, 2)
-    y, after = one_token(rule, inputs, stack, begun)
+    home = None if inputs.initial is None else inputs.initial.first.flatten(1, 2)
+    y, after = one_token(rule, inputs, stack, begun, home)
     weights = Weights(after.view_as(weights.first))
     step = 1 if inputs.valid is None else inputs.valid.sum(1)
     return y, weights, begin(weights, start, position + step)
@@ -217,5 +219,7 @@ def _lay_out(inputs: Inputs, place: Tensor, size: int) -> Inputs:
     x = move(inputs.x)
     if x is None:
         raise AssertionError("unreachable: x is a tensor")
-    k, v, q, theta, valid = (move(part) for part in inputs[3:])
-    return Inputs(x, inputs.readout, inputs.bias, k, v, q, theta, valid)
+    k, v, q, theta, valid = (
+        move(part) for part in (inputs.k, inputs.v, inputs.q, inputs.theta, inputs.valid)
+    )
+    return Inputs(x, inputs.readout, inputs.bias, k, v, q, theta, valid, inputs.initial)

@@ -40,7 +40,8 @@ def scan_matrix(
     Padding (`inputs.valid`) must stand behind each item's tokens; the start returned is that of the
     item's own last chunk.
     """
-    return _Scan.apply(rule, position, recompute, inputs.valid, first, start, *inputs[:6])
+    home = None if inputs.initial is None else inputs.initial.first
+    return _Scan.apply(rule, position, recompute, inputs.valid, first, start, home, *inputs[:6])
 
 
 def _fresh(rule: SelfRule, flags: tuple[bool, ...], stack: Tensor, start: Tensor) -> Tensor:
@@ -65,11 +66,13 @@ class _Scan(torch.autograd.Function):
         valid: Tensor | None,
         first: Tensor,
         start: Tensor,
+        home: Tensor | None,
         *given: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = _inputs(given, valid)
         b, total, d = inputs.x.shape
         stack, begun = first.reshape(b, -1, d), start.reshape(b, -1, d)
+        home = None if home is None else home.reshape(b, -1, d)
         keep = any(ctx.needs_input_grad)
         constants = shapes(rule.segment, stack)
         y = inputs.x.new_empty(b, total, d)
@@ -78,7 +81,7 @@ class _Scan(torch.autograd.Function):
         for piece in pieces(rule, position, total):
             begun = _fresh(rule, piece.fresh, stack, begun)
             part = take(inputs, piece.tokens)
-            after, tape = forward(rule, part, stack, begun, constants)
+            after, tape = forward(rule, part, stack, begun, home, constants)
             y[:, piece.tokens] = tape.y
             if keep:
                 kept.append((stack, begun, None if recompute else tape))
@@ -93,7 +96,7 @@ class _Scan(torch.autograd.Function):
             for i, begun in enumerate(starts):
                 torch.where((ctx.choice == i).view(-1, 1, 1), begun, last, out=last)
         ctx.rule, ctx.position, ctx.kept, ctx.ends = rule, position, kept, ends
-        ctx.save_for_backward(valid, stack, *given)
+        ctx.save_for_backward(valid, stack, home, *given)
         return y, stack.view_as(first), last.reshape(start.shape)
 
     @staticmethod
@@ -106,7 +109,7 @@ class _Scan(torch.autograd.Function):
 def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
     """Segments from the last to the first, each by its hand-written backward."""
     rule: SelfRule = ctx.rule
-    valid, after, *given = ctx.saved_tensors
+    valid, after, home, *given = ctx.saved_tensors
     inputs = _inputs(given, valid)
     b, total, d = inputs.x.shape
     dstack, dlast = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
@@ -115,19 +118,22 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     grads = [None if part is None else torch.empty_like(part) for part in given]
     dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
     grads[1], grads[2] = dreadout, dbias
+    dhome = None if home is None else torch.zeros_like(home)
     constants = shapes(rule.segment, after)
     for i, piece in reversed(list(enumerate(cuts))):
         stack, begun, tape = ctx.kept.pop()
         part = take(inputs, piece.tokens)
         if tape is None:
-            tape = forward(rule, part, stack, begun, constants)[1]
-        some = backward(rule, part, stack, begun, after, tape, dy[:, piece.tokens], dstack)
+            tape = forward(rule, part, stack, begun, home, constants)[1]
+        some = backward(rule, part, stack, begun, home, after, tape, dy[:, piece.tokens], dstack)
         dstack = some.stack
         ended = None if ctx.choice is None else _chosen(ctx.choice, i, dlast)
         for more in (some.start, ended):
             if more is not None:
                 dbegun = more if dbegun is None else dbegun + more
         dstack, dbegun = _join(piece.fresh, dstack, dbegun)
+        if dhome is not None and some.home is not None:
+            dhome += some.home
         dreadout += some.readout
         dbias += some.bias
         for slot, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
@@ -139,7 +145,8 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     shape = (b, n, d, d)
     if dbegun is None:
         dbegun = torch.zeros_like(dstack)
-    return None, None, None, None, dstack.view(shape), dbegun.view(shape), *grads
+    dhome = None if dhome is None else dhome.view(shape)
+    return None, None, None, None, dstack.view(shape), dbegun.view(shape), dhome, *grads
 
 
 def _last_segment(rule: SelfRule, position: int, valid: Tensor) -> Tensor:

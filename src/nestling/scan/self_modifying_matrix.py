@@ -12,6 +12,10 @@ Backwards, let `z_t = drhs_t . w_t`, where `drhs = (I + ...)^-T dw`. Scaling alp
 everything behind t, and eta = alpha beta, so the many gradients of D cancel and leave
 
     d log beta_t = z_t,     d log alpha_t = <S', dS'> + sum_{r > t} (dy_r . y_r - dU_r . U_r).
+
+With a `home` H, [b, N d, d], retention decays towards it (deviation 22): the same holds of S - H in
+place of S, with U - K H^T for U and y - Q H_mem^T for y. Written for S, products with H join in
+with the weight `1 - g_{t-1}`.
 """
 
 from __future__ import annotations
@@ -73,6 +77,7 @@ class Grads(NamedTuple):
     k: Tensor | None
     v: Tensor | None
     q: Tensor | None
+    home: Tensor | None = None  # [b, N d, d]
 
 
 def _length(x: Tensor) -> Tensor:
@@ -154,7 +159,9 @@ def _errors(
     return u, own, own_scale, short, seen
 
 
-def one_token(rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def one_token(
+    rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor, home: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """A segment of one token without a tape: its read [b, 1, d], the stack after it (Eq. 88)."""
     d = part.x.shape[2]
     kv, q, _ = _project(rule, part, start)
@@ -170,11 +177,21 @@ def one_token(rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor) -> tup
     w = u.flatten(2)
     if rule.erase:
         w = w - (k @ stack.mT if seen is None or start is not stack else seen)
-    return y, torch.baddbmm(stack * retain, (w * eta).mT, k)
+    return y, torch.baddbmm(_decayed(stack, home, retain), (w * eta).mT, k)
+
+
+def _decayed(x: Tensor, home: Tensor | None, kept: Tensor) -> Tensor:
+    """`kept x`, or `home + kept (x - home)`."""
+    return x * kept if home is None else torch.lerp(home, x, kept)
 
 
 def forward(
-    rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor, shapes: Shapes
+    rule: SelfRule,
+    part: Inputs,
+    stack: Tensor,
+    start: Tensor,
+    home: Tensor | None,
+    shapes: Shapes,
 ) -> tuple[Tensor, Tape]:
     """The stack after a segment, and its tape (with the reads)."""
     size, d = part.x.shape[1:]
@@ -201,7 +218,8 @@ def forward(
     if rule.erase:
         if seen is None or start is not stack:
             seen = k @ stack.mT
-        right = torch.addcmul(flat, seen, before, value=-1).mul_(eta)
+        seen = _decayed(seen, None if home is None else k @ home.mT, before)
+        right = (flat - seen).mul_(eta)
         system = (k @ k.mT).mul_(gap).mul_(eta)
         inverse = torch.linalg.solve_triangular(
             system, eye.expand_as(system), upper=False, unitriangular=True
@@ -212,9 +230,10 @@ def forward(
     if rule.read_start:
         y = q @ start[:, :d].mT
     else:
-        y = (q @ stack[:, :d].mT).mul_(before)
+        asked = None if home is None else q @ home[:, :d].mT
+        y = _decayed(q @ stack[:, :d].mT, asked, before)
         y.baddbmm_((q @ k.mT).mul_(gap), w[..., :d])
-    after = torch.baddbmm(stack * whole, (w * tail).mT, k)
+    after = torch.baddbmm(_decayed(stack, home, whole), (w * tail).mT, k)
     return after, Tape(
         kv, scales, q, sig, eta, gap, before, tail, whole, inverse, own, own_scale, u, short, w, y
     )
@@ -225,6 +244,7 @@ def backward(
     part: Inputs,
     stack: Tensor,
     start: Tensor,
+    home: Tensor | None,
     after: Tensor,
     tape: Tape,
     dy: Tensor,
@@ -239,7 +259,8 @@ def backward(
     dk = (tape.w * tape.tail) @ dafter
     dstack = dafter * tape.whole
     dstart = dstack if same else torch.zeros_like(start)
-    log = (after * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
+    changed = after if home is None else after - home
+    log = (changed * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
     if rule.read_start:
         dq = dy @ start[:, :d]
         dstart[:, :d].baddbmm_(dy.mT, tape.q)
@@ -265,6 +286,9 @@ def backward(
         dseen = du * (-tape.before)
     # Errors.
     dseen_start, dv, down, along = _errors_back(rule, tape, du, dseen if same else None)
+    dhome = None
+    if home is not None:
+        dhome = _home_back(rule, tape, home, dy, du, dafter, (dk, dq), (moving, along))
     if dseen is not None and not same:
         dk.baddbmm_(dseen, stack)
         dstack.baddbmm_(dseen.mT, k)
@@ -291,7 +315,38 @@ def backward(
     draw = torch.stack([z * slope[..., 0], dretain / retain], -1)  # [b, C, 2]
     if part.valid is not None:
         draw.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
-    return _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstack, dstart, same)
+    grads = _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstack, dstart, same)
+    return grads._replace(home=dhome)
+
+
+def _home_back(
+    rule: SelfRule,
+    tape: Tape,
+    home: Tensor,
+    dy: Tensor,
+    du: Tensor,
+    dafter: Tensor,
+    grads: tuple[Tensor, Tensor],
+    dots: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The gradient of `home`; adds its share to those of k and q, and takes it out of the dots
+    `dy . y` and `dU . U`."""
+    (dk, dq), (moving, along) = grads, dots
+    d = home.shape[-1]
+    k = tape.kv[:, : dy.shape[1]]
+    gone = 1 - tape.before
+    dhome = dafter * (1 - tape.whole)
+    if not rule.read_start:
+        through = dy @ home[:, :d]
+        moving.sub_((through * tape.q).sum(-1))
+        dq.addcmul_(through, gone)
+        dhome[:, :d].baddbmm_((dy * gone).mT, tape.q)
+    if rule.erase:
+        through = du @ home
+        along.sub_((through * k).sum(-1))
+        dk.addcmul_(through, gone, value=-1)
+        dhome.baddbmm_((du * gone).mT, k, alpha=-1)
+    return dhome
 
 
 def _errors_back(

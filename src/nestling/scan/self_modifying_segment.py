@@ -88,6 +88,7 @@ class _Layer(NamedTuple):
     x: Tensor  # [..., C, i]
     w: Tensor  # [..., C, o]
     pushed: Tensor | None  # [..., C, o]: eta u
+    home: Tensor | None  # [..., o, i]: what retention decays towards; S is then the difference
 
     def only(self, slot: int) -> _Layer:
         """The same for one memory."""
@@ -102,29 +103,35 @@ def _write(
     rate: Tensor,
     decay: Decay,
     momenta: _Momenta | None,
+    home: Tensor | None,
 ) -> _Layer:
     """Solve `w_t = eta_t (u_t - S_{t-1} x_t)` for all tokens of a segment at once.
 
-    With momentum the pushed rows stand apart and `w_t = -eta_t S_{t-1} x_t`.
+    With momentum the pushed rows stand apart and `w_t = -eta_t S_{t-1} x_t`. With `home` the
+    recurrence is that of `S - home`, which decays towards zero (deviation 22).
     """
     x, u = pair
     pushed = rate.unsqueeze(-1) * u
+    if home is not None:
+        weight = weight - home
+        u = u - x @ home.mT
     if momenta is None or moved is None:
         if not rule.erase:
-            return _Layer(weight, None, x, pushed, None)
+            return _Layer(weight, None, x, pushed, None, home)
         alike = x @ x.mT  # [..., C, C]
         right = u - decay.before.unsqueeze(-1) * (x @ weight.mT)
     else:
         if not rule.erase:
-            return _Layer(weight, moved, x, torch.zeros_like(pushed), pushed)
+            return _Layer(weight, moved, x, torch.zeros_like(pushed), pushed, home)
         alike = x @ x.mT
         right = -decay.before.unsqueeze(-1) * (x @ weight.mT)
+        right = right if home is None else right - x @ home.mT
         right = right - momenta.before_c.unsqueeze(-1) * (x @ moved.mT)
         right = right - (momenta.before_p * alike) @ pushed
     system = rate.unsqueeze(-1) * decay.ratio * alike  # strictly lower
     right = rate.unsqueeze(-1) * right
     w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return _Layer(weight, moved, x, w, None if moved is None else pushed)
+    return _Layer(weight, moved, x, w, None if moved is None else pushed, home)
 
 
 def _read(layer: _Layer, q: Tensor, decay: Decay, momenta: _Momenta | None) -> Tensor:
@@ -134,7 +141,7 @@ def _read(layer: _Layer, q: Tensor, decay: Decay, momenta: _Momenta | None) -> T
     if momenta is not None and layer.moved is not None and layer.pushed is not None:
         y = y + momenta.before_c.unsqueeze(-1) * (q @ layer.moved.mT)
         y = y + (momenta.before_p * alike) @ layer.pushed
-    return y
+    return y if layer.home is None else y + q @ layer.home.mT
 
 
 def _end(layer: _Layer, decay: Decay, momenta: _Momenta | None) -> tuple[Tensor, Tensor | None]:
@@ -147,7 +154,8 @@ def _end(layer: _Layer, decay: Decay, momenta: _Momenta | None) -> tuple[Tensor,
         after = after + momenta.last_c[..., None, None] * moved
         pushed = momenta.left.unsqueeze(-1) * layer.pushed
         moved = momenta.whole[..., None, None] * moved + pushed.mT @ layer.x
-    return after + rows.mT @ layer.x, moved
+    after = after + rows.mT @ layer.x
+    return after if layer.home is None else after + layer.home, moved
 
 
 def _answers(weights: Weights, x: Tensor) -> Tensor:
@@ -227,7 +235,9 @@ def segment(
     for i, pair in enumerate(_pairs(rule, start, k, v)):
         moved = None if weights.moved is None else weights.moved[i]
         pair = (pair[0].expand(-1, pair[1].shape[1], -1, -1), pair[1])
-        layers.append(_write(rule, weighted[i], moved, pair, rate.unsqueeze(1), wide, wide_momenta))
+        home = None if part.initial is None else (part.initial.first, part.initial.second)[i]
+        wide_rate = rate.unsqueeze(1)
+        layers.append(_write(rule, weighted[i], moved, pair, wide_rate, wide, wide_momenta, home))
     if rule.read_start:
         y = answer(start, 0, q)
     else:

@@ -59,6 +59,7 @@ class Inputs(NamedTuple):
     q: Tensor | None = None  # [b, T, d] unit or zero
     theta: Tensor | None = None  # [b, T] in [0, 1): the momentum's gate
     valid: Tensor | None = None  # [b, T] bool: False neither writes nor decays
+    initial: Weights | None = None  # what retention decays towards; None: zero (deviation 22)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,4 +170,5 @@ def take(inputs: Inputs, tokens: slice) -> Inputs:
         cut(inputs.q),
         cut(inputs.theta),
         cut(inputs.valid),
+        inputs.initial,
     )
