@@ -1,15 +1,16 @@
 """Shared by the synthetic tasks: small models of equal size, one recipe, resumable results.
 
-Every arm gets the same strings in the same order, the same steps and the same optimizer. Results go
-to a JSON file as they come; a run that is there is not repeated.
+Every arm gets the same strings in the same order, the same steps and the same optimizer. Each
+finished run is one JSON file; a run that is there is not repeated.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from nestling.files import write_atomic
+from nestling.memories.state import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
 
 IGNORE = -100
+Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, weights: [B, T] each
 
 
 class LSTM(nn.Module):
@@ -51,47 +54,56 @@ class Arm(nn.Module):
         return logits
 
 
-def arm_of(name: str, size: presets.Size, options: dict[str, dict[str, Any]]) -> nn.Module:
-    """The model named `name`; `options` are its mixer's, by the arm's name."""
+def arm_of(name: str, size: presets.Size, options: dict[str, Any]) -> nn.Module:
+    """The model named `name` at a size; `options` are its mixer's."""
     if name == "lstm":
         return LSTM(size.vocabulary, size.layers, size.parameters)
     mixer = presets.MODELS[name]["mixer"]
     config = presets.configure(
-        size, name, tie_word_embeddings=False, mixer_options={mixer: options.get(name, {})}
+        size, name, tie_word_embeddings=False, mixer_options={mixer: options}
     )
     return Arm(config)
 
 
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def state_size(model: Arm) -> int:
+    """Numbers a model carries from one token to the next, per sequence, at a chunk's start.
+
+    All mixers, with their convolutions' tails, as the library's own states hold them. Within a
+    chunk a self-modifying memory also keeps the weights where the chunk began.
+    """
+    total = 0
+    for layer in model.model.model.init_states(1):
+        state = layer.mixer
+        parts = [part for name, part in zip(state._fields, state, strict=True) if name != "start"]
+        total += sum(leaf.numel() for _, leaf in tree_leaves(tuple(parts))) - 1  # the position
+    return total
+
+
 def train(
-    model: nn.Module,
-    batches: Callable[[int], tuple[Tensor, Tensor]],
-    *,
-    steps: int,
-    rate: float = 3e-3,
-    say: Callable[[str], None] = print,
+    model: nn.Module, batches: Callable[[int], Batch], *, steps: int, rate: float
 ) -> list[float]:
-    """AdamW with warm-up and cosine decay; returns the losses."""
+    """AdamW with warm-up and cosine decay on the weighted cross-entropy; returns the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
     losses = []
-    start = time.perf_counter()
     for step in range(steps):
         ramp = min(1.0, (step + 1) / 50)
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * ramp * decay
-        ids, targets = batches(step)
-        logits = model(ids)
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE
+        ids, targets, weight = batches(step)
+        each = nn.functional.cross_entropy(
+            model(ids).transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
         )
+        loss = (each * weight).sum() / weight.sum()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
-        if (step + 1) % 250 == 0:
-            pace = (time.perf_counter() - start) / (step + 1)
-            say(f"  step {step + 1}: loss {sum(losses[-50:]) / 50:.4f}, {pace * 1e3:.0f} ms a step")
     return losses
 
 
@@ -101,30 +113,76 @@ def predict(model: nn.Module, ids: Tensor, batch: int = 250) -> Tensor:
     return torch.cat([model(part).argmax(-1) for part in ids.split(batch)])
 
 
-class Results:
-    """A JSON file of finished runs: `key -> numbers`, written after every run."""
+class Store:
+    """A folder with one JSON file per finished run, and the page's own copy of all of them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.runs: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    def __init__(self, folder: Path, copy: Path) -> None:
+        self.folder, self.copy = folder, copy
+        folder.mkdir(parents=True, exist_ok=True)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.runs
+    def _path(self, key: str) -> Path:
+        plain = "".join(c if c.isalnum() or c in ".-" else "_" for c in key)
+        return self.folder / f"{plain}.json"
 
-    def add(self, key: str, numbers: dict[str, Any]) -> None:
-        # other processes may have added theirs
-        if self.path.exists():
-            self.runs = json.loads(self.path.read_text()) | self.runs
-        self.runs[key] = numbers
-        write_atomic(self.path, json.dumps(self.runs, indent=1, sort_keys=True).encode())
+    def runs(self) -> dict[str, dict[str, Any]]:
+        """All runs by key: the copy's, and those of the folder, which are newer."""
+        found = json.loads(self.copy.read_text()) if self.copy.exists() else {}
+        for path in sorted(self.folder.glob("*.json")):
+            run = json.loads(path.read_text())
+            found[run.pop("key")] = run
+        return found
+
+    def gather(self) -> dict[str, dict[str, Any]]:
+        """Write the copy anew; returns all runs."""
+        runs = self.runs()
+        lines = (f" {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in runs.items())
+        write_atomic(self.copy, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        return runs
+
+    def get(self, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The stored numbers of a run, or the run."""
+        path = self._path(key)
+        if path.exists():
+            return dict(json.loads(path.read_text()))
+        begin = time.process_time()
+        numbers = run()
+        numbers["seconds"] = round(time.process_time() - begin, 1)
+        write_atomic(path, json.dumps({"key": key, **numbers}).encode())
+        return numbers
 
 
-def mean_and_interval(values: list[float]) -> str:
-    """Mean and 95% interval of the mean (Student's t), in percent."""
+def watched(keys: Iterable[str]) -> Iterator[str]:
+    """The keys, with a bar in a terminal and a line each elsewhere."""
+    keys = list(keys)
+    if sys.stderr.isatty():
+        from rich.progress import Progress
+
+        with Progress(transient=True) as bar:
+            task = bar.add_task("", total=len(keys))
+            for key in keys:
+                bar.update(task, description=key)
+                yield key
+                bar.advance(task)
+        return
+    for i, key in enumerate(keys):
+        print(f"[{i + 1}/{len(keys)}] {key}", file=sys.stderr, flush=True)
+        yield key
+
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half the 95% interval of the mean (Student's t); the half is 0 for one value."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:
-        return f"{100 * mean:.1f}"
+        return mean, 0.0
     spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    t = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78}.get(n, 2.0)
-    return f"{100 * mean:.1f} ± {100 * t * spread / math.sqrt(n):.1f}"
+    return mean, STUDENT.get(n, 2.0) * spread / math.sqrt(n)
+
+
+def percent(values: list[float]) -> str:
+    """`mean ± half`, in percent; without the half where all values are the same."""
+    mean, half = (100 * x for x in interval(values))
+    return f"{mean:.1f} ± {half:.1f}" if half else f"{mean:.0f}" if mean == 100 else f"{mean:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.evaluate.formal import BIN0, BIN1, IGNORE, LANGUAGES, score, strings
+from nestling.evaluate.formal import BIN0, BIN1, IGNORE, LANGUAGES, merge, score, strings
 from nestling.evaluate.recall import accuracy, mqar
 
 
@@ -64,6 +64,28 @@ def test_shuffled_brackets_say_what_may_close():
 def test_a_string_counts_only_if_every_position_is_right():
     targets = torch.tensor([[1, 0, IGNORE], [1, 1, 1]])
     assert score(torch.tensor([[1, 0, 5], [1, 0, 1]]), targets) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_merged_strings_stand_for_all(name):
+    given = strings(LANGUAGES[name], 40, (2, 12), seed=3)
+    few = merge(given)
+    for tokens, targets, row in zip(given.tokens, given.targets, few.row.tolist(), strict=True):
+        real = targets != IGNORE
+        size = int(real.sum())
+        assert few.tokens[row, :size].tolist() == tokens[real].tolist()
+        assert few.targets[row, :size].tolist() == targets[real].tolist()
+    assert few.weight.sum() == (given.targets != IGNORE).sum()
+    assert (few.weight > 0).equal(few.targets != IGNORE)
+    # a causal "model": the share of symbol 0 so far; both ways to weigh its sum agree
+    model = [(t == 0).double().cumsum(1) for t in (given.tokens, few.tokens)]
+    whole = (model[0] * (given.targets != IGNORE)).sum()
+    assert torch.isclose(whole, (model[1] * few.weight).sum())
+
+
+@pytest.mark.parametrize(("name", "rows"), [("(aa)*", 1), ("(abab)*", 1), ("a^n b^n", 6)])
+def test_strings_that_begin_others_are_merged(name, rows):
+    assert len(merge(strings(LANGUAGES[name], 300, (2, 12), seed=3)).tokens) == rows
 
 
 def test_same_seed_same_strings():

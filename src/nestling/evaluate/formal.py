@@ -16,7 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BIN0", "BIN1", "LANGUAGES", "Language", "Strings", "score", "strings"]
+__all__ = [
+    "BIN0",
+    "BIN1",
+    "IGNORE",
+    "LANGUAGES",
+    "Language",
+    "Merged",
+    "Strings",
+    "merge",
+    "score",
+    "strings",
+]
 
 BIN0, BIN1 = (2, 50), (51, 100)
 """Lengths of the training strings and the first test bin, and of the second test bin."""
@@ -58,6 +69,41 @@ def strings(language: Language, count: int, lengths: tuple[int, int], seed: int)
         tokens[row, : len(symbols)] = torch.tensor(symbols)
         targets[row, : len(wanted)] = torch.tensor(wanted)
     return Strings(tokens=tokens, targets=targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The distinct strings of a set, for causal models: what begins another string is part of it.
+
+    `weight` counts the strings that have this position, so that weighted sums over the merged
+    positions equal sums over all; `row` says where each string went.
+    """
+
+    tokens: Tensor  # [R, T] long
+    targets: Tensor  # [R, T] long
+    weight: Tensor  # [R, T] float
+    row: Tensor  # [N] long
+
+
+def merge(given: Strings) -> Merged:
+    """Join strings that begin others: ten thousand strings of `(aa)*` are one.
+
+    Right for causal models only, and where a prefix has the targets it has in every longer string.
+    """
+    sizes = (given.targets != IGNORE).sum(1).tolist()
+    rows = [tuple(t[:n]) for t, n in zip(given.tokens.tolist(), sizes, strict=True)]
+    order = sorted(range(len(rows)), key=rows.__getitem__, reverse=True)
+    heads: list[int] = []  # the longest string of each group
+    place = torch.empty(len(rows), dtype=torch.long)
+    for i in order:  # what begins with a string stands right before it
+        if not heads or rows[heads[-1]][: len(rows[i])] != rows[i]:
+            heads.append(i)
+        place[i] = len(heads) - 1
+    longest = max(sizes)
+    tokens, targets = (part[heads, :longest] for part in (given.tokens, given.targets))
+    real = given.targets[:, :longest] != IGNORE
+    weight = torch.zeros(tokens.shape).index_add_(0, place, real.float())
+    return Merged(tokens=tokens, targets=targets, weight=weight, row=place)
 
 
 def score(predictions: Tensor, targets: Tensor) -> tuple[float, float]:
