@@ -16,10 +16,18 @@ _LAZY = {
     "Level": "nestling.levels",
     "NestlingConfig": "nestling.models",
     "NestlingForCausalLM": "nestling.models",
+    "adapt": "nestling.stacking",
     "describe": "nestling.nested",
 }
 
-__all__ = ["Level", "NestlingConfig", "NestlingForCausalLM", "__version__", "describe"]
+__all__ = [
+    "Level",
+    "NestlingConfig",
+    "NestlingForCausalLM",
+    "__version__",
+    "adapt",
+    "describe",
+]
 
 
 def __getattr__(name: str) -> Any:

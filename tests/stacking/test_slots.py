@@ -15,32 +15,32 @@ from nestling.stacking.pretrained import (
     load_llama2c_tokenizer,
     load_pretrained,
 )
-from nestling.stacking.slots import choose_layers, mlp_slots
+from nestling.stacking.slots import choose_layers, mlp_matrices
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_its_mlp_matrices(family):
     model = tiny(family)
-    slots = mlp_slots(model)
+    slots = mlp_matrices(model)
     names = dict(model.named_parameters())
     assert all(names[slot.name] is slot.weight for slot in slots)
     assert {slot.layer for slot in slots} == {0, 1, 2}
     assert len(slots) == 3 * (2 if family == "gpt2" else 3)
-    assert all(slot.weight.shape[slot.hidden] == 24 for slot in slots)  # the hidden width
+    assert all(slot.hidden == 24 for slot in slots)  # the hidden width
     assert not any("attn" in slot.name for slot in slots)
 
 
 @pytest.mark.parametrize(("mixer", "count"), [("hope", 8), ("transformer", 3)])
 def test_our_own_models_have_slots_too(mixer, count):
     model = NestlingForCausalLM(presets.tiny(mixer=mixer, num_hidden_layers=2))
-    slots = mlp_slots(model, -1)
+    slots = mlp_matrices(model, -1)
     assert len(slots) == count
     assert all(slot.layer == 1 and ".channel." in slot.name for slot in slots)
 
 
 def test_a_model_without_mlps_is_refused():
     with pytest.raises(ValueError, match="Sequential has no decoder blocks with an MLP"):
-        mlp_slots(nn.Sequential(nn.Linear(3, 3)))
+        mlp_matrices(nn.Sequential(nn.Linear(3, 3)))
 
 
 @pytest.mark.parametrize(
