@@ -6,7 +6,7 @@ import inspect
 import json
 
 import pytest
-from transformers import LlamaConfig
+from transformers import BertConfig, LlamaConfig
 
 from nestling.cli import main
 from nestling.optim import M3
@@ -39,11 +39,41 @@ def test_json_of_a_model_folder(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/such/model"], "ours are hope"),
+        (["no/such/model"], "no such model; it is no folder here; --download asks the hub"),
+        (["hop"], "hop: no such model; did you mean hope?"),
+        (["/"], "the folder holds no model"),
         (["hope", "--optimizer", "Nope"], "neither nestling.optim nor torch.optim has it"),
         (["hope", "--out", "x.png"], "must end in .svg or .html"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys):
     assert main(["describe", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_mistyped_name_never_asks_the_network(monkeypatch, capsys):
+    """With the hub allowed, a wrong name still ends at once: no socket is opened."""
+    import socket
+
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("asked the net"))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: pytest.fail("asked the net"))
+    assert main(["describe", "someone/llamma-7b"]) == 2
+    assert "someone/llamma-7b: no such model" in capsys.readouterr().err
+
+
+def test_a_model_without_a_language_head_is_described_too(tmp_path, capsys):
+    BertConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=32,
+        architectures=["BertModel"],
+    ).save_pretrained(tmp_path)
+    assert main(["describe", str(tmp_path), "--optimizer", "AdamW"]) == 0
+    assert "layer.0-2" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 __all__ = ["build", "parser", "run"]
@@ -11,7 +12,8 @@ _EXAMPLES = """examples:
   nestling describe hope --optimizer M3
   nestling describe transformer --optimizer AdamW --out transformer.html
   nestling describe hope --size 760m --json
-  nestling describe path/to/a/model --optimizer Muon --out model.svg"""
+  nestling describe path/to/a/model --optimizer Muon --out model.svg
+  nestling describe Qwen/Qwen3-0.6B --download --optimizer AdamW"""
 
 SIZES = {"tiny": "tiny", "small": "small", "base": "base", "760m": "hope_760m", "1b3": "hope_1b3"}
 
@@ -25,7 +27,10 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("model", help="one of our models by name, or a model's folder or hub name")
+    made.add_argument("model", help="one of our models by name, a model's folder, or a hub name")
+    made.add_argument(
+        "--download", action="store_true", help="ask the hub for a configuration that is not here"
+    )
     made.add_argument("--size", choices=SIZES, default="tiny", help="of our models (default tiny)")
     made.add_argument("--optimizer", help="a class of nestling.optim or torch.optim")
     made.add_argument("--out", help="also draw it, as .html or .svg")
@@ -33,24 +38,51 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def build(name: str, size: str) -> Any:
+def build(name: str, size: str, *, download: bool = False) -> Any:
     """The model's skeleton, without memory for its weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    import nestling.models.presets as presets
+    from nestling.models import presets
 
     if name in presets.MODELS:
         config = getattr(presets, SIZES[size])(name)
     else:
-        try:
-            config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            first = str(error).splitlines()[0]
-            known = ", ".join(presets.MODELS)
-            raise ValueError(f"{name}: no such model ({first}); ours are {known}") from error
+        config = _configuration(name, download)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except ValueError as error:  # not a causal language model
+            from transformers import AutoModel
+
+            try:
+                return AutoModel.from_config(config)
+            except ValueError:
+                raise ValueError(f"{name}: {str(error).splitlines()[0]}") from error
+
+
+def _configuration(name: str, download: bool) -> Any:
+    """A model's configuration from its folder or the local cache; from the hub only if asked."""
+    import difflib
+
+    from transformers import AutoConfig
+
+    from nestling.models import presets
+
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=not download)
+    except (OSError, ValueError) as error:
+        ours = ", ".join(presets.MODELS)
+        near = difflib.get_close_matches(name, presets.MODELS, n=1)
+        if near:
+            hint = f"did you mean {near[0]}?"
+        elif Path(name).is_dir():
+            hint = f"the folder holds no model: {str(error).splitlines()[0]}"
+        elif download:
+            hint = str(error).splitlines()[0]
+        else:
+            hint = "it is no folder here; --download asks the hub for it"
+        raise ValueError(f"{name}: no such model; {hint} (ours are {ours})") from error
 
 
 def _optimizer(name: str, model: Any) -> Any:
@@ -72,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, or JSON; draw if asked."""
     from nestling.nested import describe
 
-    model = build(arguments.model, arguments.size)
+    model = build(arguments.model, arguments.size, download=arguments.download)
     optimizer = _optimizer(arguments.optimizer, model) if arguments.optimizer else None
     description = describe(model, optimizer)
     if arguments.json:
