@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nestling.nested.description import Component, Description
-from nestling.nested.modules import collapse, continuum, in_context
+from nestling.nested.modules import collapse, continuum, in_context, unknown
 from nestling.nested.optimizers import Part, memories, parts
 from nestling.nested.problem import Problem
 from nestling.nested.system import NestedSystem
@@ -25,8 +25,8 @@ def describe(model: nn.Module | NestedSystem, optimizer: Optimizer | None = None
 
     Levels are ordered by update frequency (Definition 2): what changes with every token, then the
     optimizer's memories, then the weights, then what never changes. Modules that are not known to
-    learn in context are what they are: weights at the level of the outer optimizer. The same part
-    of all layers counts as one component.
+    learn in context are what they are: weights at the level of the outer optimizer; a note names
+    those that seem to mix a sequence. The same part of all layers counts as one component.
 
         print(nestling.describe(model, optimizer))
         nestling.describe(model, optimizer).draw("levels.html")
@@ -45,7 +45,7 @@ def describe(model: nn.Module | NestedSystem, optimizer: Optimizer | None = None
     notes = [] if optimizer else [NO_OPTIMIZER]
     if optimizer:
         title += f" with {_optimizer_name(optimizer)}"
-    notes += continuum(model)
+    notes += continuum(model) + unknown(model)
     return Description(title, [*in_context(model), *_outer(model, optimizer, notes)], notes)
 
 

@@ -22,7 +22,7 @@ from nestling.memories.oja import OjaConfig
 from nestling.memories.state import tree_leaves
 from nestling.nested.description import Component, every
 
-__all__ = ["collapse", "continuum", "in_context"]
+__all__ = ["collapse", "continuum", "in_context", "unknown"]
 
 PAIRS = "keys and values of the sequence"
 START = "its start is learned by backpropagation"
@@ -47,6 +47,35 @@ def continuum(model: nn.Module) -> list[str]:
         + ", as declared; within a sequence it is frozen, its weights are listed where they step"
         for levels in sorted(declared)
     ]
+
+
+MIXING = re.compile(r"Attention|Mixer|Mamba|SSM|Recurrent|RWKV|LSTM|GRU|RNN|DeltaNet|Retention")
+
+
+def unknown(model: nn.Module) -> list[str]:
+    """A note on modules whose names say that they mix a sequence, but whose way is not known."""
+    names = sorted(set(_unknown(model)))
+    if not names:
+        return []
+    return [
+        f"shown as weights only, as what it does inside a sequence is not known here: "
+        f"{', '.join(names)} (a module can say it with describe_levels)"
+    ]
+
+
+def _unknown(module: nn.Module) -> Iterator[str]:
+    """The innermost such modules, by class."""
+    known = callable(getattr(module, "describe_levels", None)) or _is_causal_attention(module)
+    if known or isinstance(module, tuple(kind for kind, _ in KNOWN)):
+        return
+    inside = [name for child in module.children() for name in _unknown(child)]
+    yield from inside
+    if (
+        not inside
+        and MIXING.search(type(module).__name__)
+        and next(module.parameters(), None) is not None
+    ):
+        yield type(module).__name__
 
 
 def _found(module: nn.Module, name: str) -> Iterator[Component]:
