@@ -30,7 +30,14 @@ def tiny(family: str = "llama", *, seed: int = 0, vocab: int = 64) -> Any:
     special = {"bos_token_id": 1, "eos_token_id": 2}
     if family == "gpt2":
         config: Any = GPT2Config(
-            vocab_size=vocab, n_embd=16, n_layer=3, n_head=2, n_inner=24, n_positions=512, **special
+            vocab_size=vocab,
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            n_inner=24,
+            n_positions=512,
+            initializer_range=0.3,
+            **special,
         )
     else:
         config = CONFIGS[family](
