@@ -1,0 +1,1 @@
+"""Continual learning, measured: streams, methods behind one interface, metrics, a study."""

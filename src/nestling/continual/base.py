@@ -1,0 +1,92 @@
+"""Base models: small ones pretrained here on demand, or a pretrained one the user has.
+
+The recipes are fixed, so everyone gets the same small models: a Hope and a Transformer of equal
+size, read for the same number of tokens of WikiText-2 and TinyStories. A checkpoint lies in the
+cache folder and is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nestling.train.recipe import Data, Model, Optim, Recipe, Run
+
+__all__ = ["BASES", "Base", "load_base", "recipe"]
+
+BASES = ("transformer", "hope")
+_CORPORA = ("wikitext2/train.txt.gz", "tinystories/stories_a_3117.txt.gz")
+_VALID = ("wikitext2/valid.txt.gz",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A language model to adapt, with its tokenizer and a name that keys stored results."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+
+def recipe(name: str, data: Path, cache: Path, *, quick: bool = False) -> Recipe:
+    """How a small base model is pretrained: 1M parameters, 0.8M tokens (quick: 60K, bytes)."""
+    if name not in BASES:
+        raise ValueError(f"a recipe exists for {', '.join(BASES)}; got {name!r}")
+    for part in (*_CORPORA, *_VALID):
+        if not (data / part).is_file():
+            raise FileNotFoundError(f"{data / part}: needed to pretrain the base model {name!r}")
+    return Recipe(
+        model=Model(
+            preset="tiny",
+            mixer=name,
+            fields={"num_hidden_layers": 2, "hidden_size": 128 if quick else 192},
+        ),
+        data=Data(
+            train=tuple(str(data / part) for part in _CORPORA),
+            valid=tuple(str(data / part) for part in _VALID),
+            tokenizer="bytes" if quick else "bpe:2048",
+            length=64 if quick else 128,
+            cache=str(cache / "corpora"),
+        ),
+        optim=Optim(lr=2e-3, warmup=50),
+        run=Run(
+            steps=60 if quick else 400,
+            rows=16,
+            seed=0,
+            eval_every=60 if quick else 200,
+            save_every=60 if quick else 100,
+            keep=1,
+        ),
+    )
+
+
+def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Base:
+    """The base model of this name, trained now if the cache has none.
+
+    Any other name is a pretrained model: a .gguf file, a llama2.c .bin file or a folder.
+    """
+    if name not in BASES:
+        from nestling.stacking import load_pretrained
+
+        model, tokenizer = load_pretrained(name)
+        return Base(name=Path(name).name.split(".")[0], model=model.eval(), tokenizer=tokenizer)
+    chosen = recipe(name, data, cache, quick=quick)
+    label = f"{name}-quick" if quick else name
+    folder = cache / "bases" / label
+    if not (folder / "model" / "config.json").is_file():
+        from nestling.train.loop import train
+
+        outcome = train(chosen, folder)
+        if outcome.signal is not None:
+            raise KeyboardInterrupt
+    return Base(name=label, **_saved(folder / "model"))
+
+
+def _saved(folder: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from nestling.models import NestlingForCausalLM
+
+    model = NestlingForCausalLM.from_pretrained(folder).eval()
+    return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(folder)}
