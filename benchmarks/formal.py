@@ -13,24 +13,26 @@ trials per language, judged on a seed of their own by training on lengths up to 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from functools import partial
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import common  # noqa: F401  (sets the CPU's instruction set before torch)
 import torch
 from formal_report import page
-from synthetic import Batch, Store, arm_of, parameters, predict, train, watched
+from synthetic import Batch, Store, arm_of, parameters, predict, train_all, watched
 
-from nestling.evaluate.formal import BIN0, BIN1, LANGUAGES, Strings, merge, score, strings
+from nestling.evaluate.formal import BIN0, BIN1, IGNORE, LANGUAGES, Strings, merge, score, strings
 from nestling.host import keep_memory
 from nestling.models import presets
 
 SIZE = presets.Size(width=32, layers=1, heads=2, vocabulary=8, parameters=24_000)
-STEPS, BATCH, POOL = 400, 32, 8
+STEPS, BATCH, POOL = 300, 32, 8
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 SHORT, LONG = (2, 25), (26, 50)
+CROWDED = ("parity", "shuffle-2")  # a batch has many distinct strings
 
 # Chunk 1 is Eq. 83-88 to the letter; rates up to twice the retention let a write flip a sign.
 HOPE = {"chunk": 1, "chunk_others": 1, "negative": True, "retain_max": 0.9999}
@@ -46,8 +48,7 @@ Trial = dict[str, Any]
 DEPTHS: list[Trial] = [{"rate": r, "layers": n} for r in (3e-3, 1e-2) for n in (1, 2)]
 STARTS: list[Trial] = [
     {"rate": 1e-2, "layers": 1, "rate_start": rate, "retain_start": retain}
-    for rate in (0.5, 1.0)
-    for retain in (0.9, 0.9985)
+    for rate, retain in ((0.5, 0.9), (0.5, 0.9985), (1.0, 0.9), (0.1, 0.9985))
 ]
 TRIALS: dict[str, list[Trial]] = {arm: STARTS if arm == "hope" else DEPTHS for arm in MODELS}
 """Four for each arm: learning rate and depth, or for Hope where its gates start."""
@@ -55,64 +56,113 @@ TRIALS: dict[str, list[Trial]] = {arm: STARTS if arm == "hope" else DEPTHS for a
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def batches(data: Strings, seed: int) -> Any:
-    """Random batches of strings of like length, merged: [step] -> tokens, targets, weights."""
-    random = torch.Generator().manual_seed(seed)
-    sizes = (data.targets >= 0).sum(1)
-    pool: list[torch.Tensor] = []
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run: a model, a language, settings and a seed; lengths to train on and to test on."""
 
-    def draw(_: int) -> Batch:
-        if not pool:
-            rows = torch.randint(len(data), (POOL * BATCH,), generator=random)
-            parts = rows[sizes[rows].argsort()].split(BATCH)
-            pool.extend(parts[i] for i in torch.randperm(POOL, generator=random).tolist())
-        rows = pool.pop()
-        some = merge(Strings(tokens=data.tokens[rows], targets=data.targets[rows]))
-        return some.tokens, some.targets, some.weight
+    arm: str
+    language: str
+    trial: int
+    seed: int
+    lengths: tuple[int, int]
+    bins: tuple[tuple[str, tuple[int, int]], ...]
 
-    return draw
+    @property
+    def key(self) -> str:
+        if self.lengths == SHORT:
+            return f"tune/{self.arm}/{self.language}/{self.trial}"
+        return f"{self.arm}/{self.language}/{self.seed}"
+
+    @property
+    def setting(self) -> Trial:
+        return TRIALS[self.arm][self.trial]
+
+    def build(self) -> torch.nn.Module:
+        """The untrained model."""
+        name, options = MODELS[self.arm]
+        starts = {k: v for k, v in self.setting.items() if k.endswith("_start")}
+        torch.manual_seed(self.seed)
+        return arm_of(name, replace(SIZE, layers=self.setting["layers"]), options | starts)
+
+    def batches(self) -> Callable[[int], Batch]:
+        """Random batches of strings of like length, merged; at any step all jobs' are of like
+        length, too."""
+        data = strings(LANGUAGES[self.language], 10_000, self.lengths, seed=1000 + self.seed)
+        random, order = (torch.Generator().manual_seed(s) for s in (self.seed, 0))
+        sizes = (data.targets != IGNORE).sum(1)
+        pool: list[torch.Tensor] = []
+
+        def draw(_: int) -> Batch:
+            if not pool:
+                rows = torch.randint(len(data), (POOL * BATCH,), generator=random)
+                parts = rows[sizes[rows].argsort()].split(BATCH)
+                pool.extend(parts[i] for i in torch.randperm(POOL, generator=order).tolist())
+            rows = pool.pop()
+            some = merge(Strings(tokens=data.tokens[rows], targets=data.targets[rows]))
+            return some.tokens, some.targets, some.weight
+
+        return draw
+
+    def test(self, model: torch.nn.Module, losses: list[float]) -> dict[str, Any]:
+        """The numbers of a trained model."""
+        numbers = {"loss": sum(losses[-20:]) / 20, "parameters": parameters(model)}
+        for i, (name, window) in enumerate(self.bins):
+            test = strings(LANGUAGES[self.language], 2_000, window, seed=10_000 * i + self.seed)
+            few = merge(test)
+            said = predict(model, few.tokens)[few.row]
+            wanted = test.targets[:, : said.shape[1]]
+            numbers[name], numbers[f"{name}_tokens"] = score(said, wanted)
+        return numbers | {"trial": self.setting}
 
 
-def build(arm: str, trial: Trial) -> torch.nn.Module:
-    """The model of one arm with the settings of a trial."""
-    name, options = MODELS[arm]
-    starts = {k: v for k, v in trial.items() if k.endswith("_start")}
-    return arm_of(name, replace(SIZE, layers=trial["layers"]), options | starts)
+def run(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Train and test; several jobs (of Hope) go in lockstep."""
+    models = [job.build() for job in jobs]
+    draws = [job.batches() for job in jobs]
+    rates = [job.setting["rate"] for job in jobs]
+    losses = train_all(models, draws, steps=STEPS, rates=rates)
+    return [job.test(*rest) for job, *rest in zip(jobs, models, losses, strict=True)]
 
 
-def run(
-    arm: str,
-    name: str,
-    trial: Trial,
-    seed: int,
-    lengths: tuple[int, int],
-    bins: dict[str, tuple[int, int]],
-) -> dict[str, Any]:
-    """Train one model on one language and test it on strings of other lengths."""
-    language = LANGUAGES[name]
-    data = strings(language, 10_000, lengths, seed=1000 + seed)
-    torch.manual_seed(seed)
-    model = build(arm, trial)
-    losses = train(model, batches(data, seed), steps=STEPS, rate=trial["rate"])
-    numbers = {"loss": sum(losses[-20:]) / 20, "parameters": parameters(model), "trial": trial}
-    for i, (bin_, window) in enumerate(bins.items()):
-        test = strings(language, 2_000, window, seed=10_000 * (i + 1) + seed)
-        few = merge(test)
-        said = predict(model, few.tokens)[few.row]
-        wanted = test.targets[:, : said.shape[1]]
-        numbers[bin_], numbers[f"{bin_}_tokens"] = score(said, wanted)
-    return numbers
+def groups(jobs: list[Job], store: Store) -> list[list[Job]]:
+    """Jobs that are still to do; Hope's in lockstep, but few of those with many strings."""
+    left = [job for job in jobs if job.key not in store]
+    few = [job for job in left if job.arm == "hope" and job.language not in CROWDED]
+    many = [job for job in left if job.arm == "hope" and job.language in CROWDED]
+    parts = [few[i : i + 20] for i in range(0, len(few), 20)]
+    parts += [many[i : i + 5] for i in range(0, len(many), 5)]
+    return parts + [[job] for job in left if job.arm != "hope"]
 
 
-def tune(arm: str, name: str, store: Store) -> Trial:
-    """The trial that carries over best from lengths up to 25 to 26-50, on a seed of its own."""
-    found = []
-    for i, trial in enumerate(TRIALS[arm]):
-        go = partial(run, arm, name, trial, TUNING_SEED, SHORT, {"short": SHORT, "long": LONG})
-        numbers = store.get(f"tune/{arm}/{name}/{i}", go)
-        # more strings right, then more positions right, then the smaller loss
-        found.append((numbers["long"], numbers["long_tokens"], -numbers["loss"], i))
-    return TRIALS[arm][max(found)[-1]]
+def work(jobs: list[Job], store: Store) -> None:
+    """Run what is not stored yet."""
+    for group in watched(groups(jobs, store), lambda g: ", ".join(job.key for job in g)):
+        begin = time.process_time()
+        found = run(group)
+        seconds = round((time.process_time() - begin) / len(group), 1)
+        for job, numbers in zip(group, found, strict=True):
+            store.add(job.key, numbers | {"seconds": seconds})
+            print(job.key, {k: v for k, v in numbers.items() if k != "trial"}, flush=True)
+
+
+def trials(arm: str, language: str) -> list[Job]:
+    """Every setting of an arm, trained on lengths up to 25 and tested on 26-50."""
+    job = Job(
+        arm=arm,
+        language=language,
+        trial=0,
+        seed=TUNING_SEED,
+        lengths=SHORT,
+        bins=(("short", SHORT), ("long", LONG)),
+    )
+    return [replace(job, trial=i) for i in range(len(TRIALS[arm]))]
+
+
+def chosen(arm: str, language: str, store: Store) -> int:
+    """The trial with the most strings right at 26-50, then positions, then the least loss."""
+    found = [store.get(job.key) for job in trials(arm, language)]
+    marks = [(f["long"], f["long_tokens"], -f["loss"], i) for i, f in enumerate(found)]
+    return max(marks)[-1]
 
 
 def main() -> None:
@@ -122,27 +172,23 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--runs", type=Path, default=ROOT / "out" / "formal")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "formal.md")
-    parser.add_argument("--tune", action="store_true", help="only the trials")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     store = Store(options.runs, options.page.with_suffix(".json"))
-    keys = [f"{s}/{n}/{a}" for s in options.seeds for n in options.languages for a in options.arms]
-    for key in [] if options.report else watched(keys):
-        seed, name, arm = key.split("/")
-        trial = tune(arm, name, store)
-        if options.tune:
-            continue
-
-        def go(
-            seed: int = int(seed), name: str = name, arm: str = arm, trial: Trial = trial
-        ) -> Any:
-            return run(arm, LANGUAGES[name], trial, seed, BIN0, {"bin0": BIN0, "bin1": BIN1})
-
-        numbers = store.get(f"{arm}/{name}/{seed}", go)
-        print(key, {k: numbers[k] for k in ("loss", "bin0", "bin1", "seconds")}, flush=True)
+    if not options.report:
+        pairs = [(arm, name) for name in options.languages for arm in options.arms]
+        work([job for pair in pairs for job in trials(*pair)], store)
+        bins = (("bin0", BIN0), ("bin1", BIN1))
+        picked = {pair: chosen(*pair, store) for pair in pairs}
+        jobs = [
+            Job(arm=arm, language=name, trial=trial, seed=seed, lengths=BIN0, bins=bins)
+            for seed in options.seeds
+            for (arm, name), trial in picked.items()
+        ]
+        work(jobs, store)
     print(page(store.gather(), options.page, SIZE, STEPS, BATCH))
 
 

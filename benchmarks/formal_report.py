@@ -133,7 +133,8 @@ Written by `python benchmarks/formal.py`.
 Four trials for each model and language, on a seed that is not used above: train on lengths up to
 25, test on 26 to 50, keep what carried over best. Nothing was chosen by bin1. Trials are learning
 rate (0.003, 0.01) times depth (one, two layers) for all but Hope, which has one layer, the rate
-0.01, and starts its gates at a rate of 0.5 or 1 and a retention of 0.9 or 0.9985.
+0.01, and starts its gates at a rate and a retention of (0.5, 0.9), (0.5, 0.9985), (1, 0.9) or
+(0.1, 0.9985).
 
 {chosen(runs)}
 Hope runs at chunk 1, which is Eq. 83-88 to the letter: every value is the memory's own answer,

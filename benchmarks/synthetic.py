@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from lockstep import Lockstep
 from torch import Tensor, nn
 
 from nestling.files import write_atomic
@@ -22,6 +22,7 @@ from nestling.memories.state import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
 
 IGNORE = -100
+T = TypeVar("T")
 Batch = tuple[Tensor, Tensor, Tensor]  # tokens, targets, weights: [B, T] each
 
 
@@ -86,25 +87,51 @@ def state_size(model: Arm) -> int:
 def train(
     model: nn.Module, batches: Callable[[int], Batch], *, steps: int, rate: float
 ) -> list[float]:
-    """AdamW with warm-up and cosine decay on the weighted cross-entropy; returns the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
-    losses = []
+    """Train one model; returns the losses."""
+    return train_all([model], [batches], steps=steps, rates=[rate])[0]
+
+
+def train_all(
+    models: list[nn.Module],
+    batches: list[Callable[[int], Batch]],
+    *,
+    steps: int,
+    rates: list[float],
+) -> list[list[float]]:
+    """AdamW with warm-up and cosine decay on the weighted cross-entropy; the losses of each model.
+
+    Several models (of Hope, alike but for their weights) go in lockstep.
+    """
+    forward = Lockstep(models) if len(models) > 1 else lambda ids: [models[0](ids[0])]
+    groups = [
+        {"params": list(m.parameters()), "most": r} for m, r in zip(models, rates, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01, betas=(0.9, 0.98))
+    losses: list[list[float]] = [[] for _ in models]
     for step in range(steps):
         ramp = min(1.0, (step + 1) / 50)
         decay = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
-            group["lr"] = rate * ramp * decay
-        ids, targets, weight = batches(step)
-        each = nn.functional.cross_entropy(
-            model(ids).transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
-        )
-        loss = (each * weight).sum() / weight.sum()
+            group["lr"] = group["most"] * ramp * decay
+        given = [draw(step) for draw in batches]
+        logits = forward([ids for ids, _, _ in given])
+        each = [weighted(y, *rest) for y, (_, *rest) in zip(logits, given, strict=True)]
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.stack(each).sum().backward()
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
         optimizer.step()
-        losses.append(loss.item())
+        for record, loss in zip(losses, each, strict=True):
+            record.append(loss.item())
     return losses
+
+
+def weighted(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """The mean cross-entropy, every position counted `weight` times."""
+    each = nn.functional.cross_entropy(
+        logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none"
+    )
+    return (each * weight).sum() / weight.sum()
 
 
 @torch.no_grad()
@@ -139,34 +166,32 @@ class Store:
         write_atomic(self.copy, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
         return runs
 
-    def get(self, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The stored numbers of a run, or the run."""
-        path = self._path(key)
-        if path.exists():
-            return dict(json.loads(path.read_text()))
-        begin = time.process_time()
-        numbers = run()
-        numbers["seconds"] = round(time.process_time() - begin, 1)
-        write_atomic(path, json.dumps({"key": key, **numbers}).encode())
-        return numbers
+    def __contains__(self, key: str) -> bool:
+        return self._path(key).exists()
+
+    def get(self, key: str) -> dict[str, Any]:
+        """The numbers of a finished run."""
+        return dict(json.loads(self._path(key).read_text()))
+
+    def add(self, key: str, numbers: dict[str, Any]) -> None:
+        write_atomic(self._path(key), json.dumps({"key": key, **numbers}).encode())
 
 
-def watched(keys: Iterable[str]) -> Iterator[str]:
-    """The keys, with a bar in a terminal and a line each elsewhere."""
-    keys = list(keys)
+def watched(items: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
+    """The items, with a bar in a terminal and a line each elsewhere."""
     if sys.stderr.isatty():
         from rich.progress import Progress
 
         with Progress(transient=True) as bar:
-            task = bar.add_task("", total=len(keys))
-            for key in keys:
-                bar.update(task, description=key)
-                yield key
+            task = bar.add_task("", total=len(items))
+            for item in items:
+                bar.update(task, description=title(item)[:60])
+                yield item
                 bar.advance(task)
         return
-    for i, key in enumerate(keys):
-        print(f"[{i + 1}/{len(keys)}] {key}", file=sys.stderr, flush=True)
-        yield key
+    for i, item in enumerate(items):
+        print(f"[{i + 1}/{len(items)}] {title(item)}", file=sys.stderr, flush=True)
+        yield item
 
 
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
