@@ -119,11 +119,11 @@ class Top(nn.Module):
 
     def levels(self) -> list[list[nn.Parameter]]:
         """The adapted weights of each level, fastest first; a head that learns is in the first."""
-        found: list[list[nn.Parameter]] = [
+        found = [
             [cast(nn.Parameter, layer.weight) for layer in level] for level in self.channel.levels()
         ]
         if self.head.weight.requires_grad:
-            found[0] = [*found[0], self.head.weight]
+            found[0].append(cast(nn.Parameter, self.head.weight))
         return found
 
     def adapted(self) -> list[nn.Parameter]:
