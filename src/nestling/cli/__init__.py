@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": "train Hope and a Transformer, compare them on unseen text, write a report",
     "train": "train a model from a recipe; run the same command again to go on",
     "generate": "let a model write",
+    "learn": "let a pretrained model learn texts into a memory; goes on where it was",
     "eval": "perplexity on a file, loss against position",
     "cost": "operations, bytes and communication of a training run on GPUs",
     "describe": "show a model and its optimizer as nested levels",

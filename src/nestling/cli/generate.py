@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 __all__ = ["load", "parser", "run"]
 
 _EXAMPLES = """examples:
   nestling generate runs/tiny/model --prompt "Day 1, spring."
-  nestling generate runs/tiny/model --prompt "Day 1" --tokens 300 --temperature 0.8 --seed 1"""
+  nestling generate runs/tiny/model --prompt "Day 1" --tokens 300 --temperature 0.8 --seed 1
+  nestling generate MODEL --memory mine --prompt "Call me"   # after `nestling learn`"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -20,7 +22,8 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("model", help="folder of a model (or its name on the hub)")
+    made.add_argument("model", help="folder, hub name, .gguf or llama2.c .bin file")
+    made.add_argument("--memory", type=Path, help="folder of a memory made by `nestling learn`")
     made.add_argument("--prompt", default="", help="text to continue ('-' reads standard input)")
     made.add_argument("--tokens", type=int, default=200, help="how many to write (default 200)")
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
@@ -31,17 +34,10 @@ def parser() -> argparse.ArgumentParser:
 
 def load(name: str) -> tuple[object, object]:
     """A causal language model, ours or another, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     import nestling.models  # noqa: F401  (registers our classes)
+    from nestling.stacking import load_pretrained
 
-    try:
-        return (
-            AutoModelForCausalLM.from_pretrained(name).eval(),
-            AutoTokenizer.from_pretrained(name),
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}: cannot load a model: {str(error).splitlines()[0]}") from error
+    return load_pretrained(name)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
     sampling: dict[str, Any] = {"do_sample": arguments.temperature > 0}
     if arguments.temperature > 0:
         sampling |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
-    model.generate(
+    writer = model
+    if arguments.memory is not None:
+        from nestling.stacking import load_learner
+
+        writer = load_learner(model, arguments.memory, tokenizer=tokenizer)
+    writer.generate(
         ids.long(),
         attention_mask=torch.ones_like(ids).long(),
         max_new_tokens=arguments.tokens,

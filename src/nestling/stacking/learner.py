@@ -88,6 +88,7 @@ class Learner:
         self.on_alarm = on_alarm
         self.state: ContinuumState = continuum.init()
         self.history: deque[Change] = deque(maxlen=4096)
+        self.notes: Any = None  # what was saved beside the memory
         self._snapshots = Snapshots(snapshots)
         self._move_share = move_share
         self._norms = base_norms(continuum)
@@ -332,12 +333,13 @@ class Learner:
             comes after loading is a new text. notes: anything JSON can hold.
         """
         state = self.state if context else self.continuum.new_context(self.state)
+        self.notes = notes
         memory_files.save(Path(folder), self, state, notes)
 
     def load(self, folder: str | Path) -> Any:
         """Take over a saved memory, and return its notes; nothing changes unless all is right."""
         saved = memory_files.load(Path(folder), self)
-        self.state = saved.state
+        self.state, self.notes = saved.state, saved.notes
         self._snapshots.clear()
         self.history = deque(saved.history, maxlen=self.history.maxlen)
         self._last = {change.level: change for change in self.history}

@@ -1,0 +1,75 @@
+"""The texts of the studies: what the base model knows, and what it is to learn."""
+
+from __future__ import annotations
+
+import gzip
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.stacking import load_pretrained
+
+BOOKS = (
+    "moby_dick_or_the_whale",
+    "dracula",
+    "the_adventures_of_sherlock_holmes",
+    "treasure_island",
+    "emma",
+    "the_war_of_the_worlds",
+    "great_expectations",
+    "the_picture_of_dorian_gray",
+)
+
+
+class Base(NamedTuple):
+    """A pretrained model, its tokenizer, and ids of the kind of text it was trained on."""
+
+    model: Any
+    tokenizer: Any
+    old: Tensor  # held out, for measuring
+    replay: Tensor  # other text of the same kind, for replay and Fisher information
+
+
+def stories(data: Path) -> Base:
+    """stories260K, which knows TinyStories."""
+    model, tokenizer = load_pretrained(data / "stories260k" / "stories260K.bin")
+    model.requires_grad_(False)
+    measured = _stories(tokenizer, data / "tinystories" / "stories_b_3118.txt.gz", 4096)
+    replay = _stories(tokenizer, data / "tinystories" / "stories_a_3117.txt.gz", 16384)
+    return Base(model, tokenizer, measured, replay)
+
+
+def smollm2(path: Path, data: Path) -> Base:
+    """SmolLM2-135M, whose training data held texts like those of WikiText-2."""
+    model, tokenizer = load_pretrained(path)
+    model.requires_grad_(False)
+    with gzip.open(data / "wikitext2" / "test.txt.gz", "rt") as file:
+        ids = torch.tensor(tokenizer(file.read()[:60000]).input_ids)
+    return Base(model, tokenizer, ids[:1024], ids[4096:12288])
+
+
+def _stories(tokenizer: Any, path: Path, count: int) -> Tensor:
+    with gzip.open(path, "rt") as file:
+        ids: list[int] = []
+        for story in file.read().split("<|endoftext|>"):
+            ids += tokenizer(story.strip()).input_ids
+            if len(ids) >= count:
+                break
+    return torch.tensor(ids[:count])
+
+
+@cache
+def _book(data: Path, name: str) -> str:
+    with gzip.open(data / "gutenberg_books" / f"{name}.txt.gz", "rt") as file:
+        return file.read()
+
+
+def book(base: Base, data: Path, seed: int, count: int) -> Tensor:
+    """`count` tokens of the book with this number, from its middle on."""
+    text = _book(data, BOOKS[seed % len(BOOKS)])
+    middle = len(text) // 3
+    ids = base.tokenizer(text[middle : middle + 8 * count], add_special_tokens=False).input_ids
+    return torch.tensor(ids[:count])
