@@ -16,6 +16,7 @@ from nestling.cms.core import (
 from nestling.cms.meta import meta_loss
 from nestling.cms.naive import naive
 from nestling.cms.slots import own_slots
+from nestling.cms.steps import level_parts
 
 __all__ = [
     "Continuum",
@@ -29,6 +30,7 @@ __all__ = [
     "Part",
     "Slot",
     "Update",
+    "level_parts",
     "meta_loss",
     "naive",
     "own_slots",

@@ -209,14 +209,13 @@ def _descend(old: Fast, total: Fast, rate: Rate, factor: Rate, retain: Rate) -> 
     if isinstance(retain, Tensor):
         retain = retain.to(factor.dtype if isinstance(factor, Tensor) else retain.dtype)
         retain = retain.view(-1, 1, 1)
-    numbers = not isinstance(rate, Tensor) and not isinstance(factor, Tensor)
-    if isinstance(old, Tensor) and isinstance(total, Tensor) and numbers:
-        kept = old if isinstance(retain, float) and retain == 1.0 else retain * old
-        return torch.add(kept, total, alpha=-rate * factor)
-    kept_fast = (
-        old if isinstance(retain, float) and retain == 1.0 else differences.scale(old, retain)
-    )
-    return differences.add(kept_fast, differences.scale(total, -rate * factor))
+    kept = old if isinstance(retain, float) and retain == 1.0 else differences.scale(old, retain)
+    strength: Rate = -rate * factor
+    if isinstance(kept, Tensor) and isinstance(total, Tensor):
+        if isinstance(strength, Tensor):
+            return kept + strength * total
+        return torch.add(kept, total, alpha=strength)
+    return differences.add(kept, differences.scale(total, strength))
 
 
 def remember(state: LevelState, rank: int | None) -> LevelState:

@@ -2,8 +2,8 @@
 
 What the engine does at once is here done literally: every position runs the model with the weights
 in force, its loss is added up, and a level that is due takes the gradient of its chunk's losses by
-its own weights. As in the engine, the model's cache is cut off where a segment ends (unless the
-whole run is differentiated).
+its own weights. As in the engine, a segment's gradient does not reach back through the model's
+cache: each segment reads with copies of its own, by which the gradient is taken.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class _Level:
     own: tuple[Owned, ...]
     start: list[Tensor]
     fast: list[Tensor]
+    copies: list[Tensor]
     sums: list[Tensor]
     outer: list[Tensor]
     outer_loss: Tensor
@@ -74,10 +75,15 @@ def naive(
     graph = second_order or transfer == "second_order"
     running = _begin(model, levels, slots, rates)
     by_speed = sorted(running, key=lambda each: each.level.chunk)
+    due: list[_Level] = []
     cache, segment = None, torch.zeros(())
+    weights: dict[str, Tensor] = {}
     logits, losses = [], []
     for t in range(ids.shape[1]):
-        weights = _weights(model, slots, running)
+        if t == 0 or due:
+            for each in running:
+                each.copies = [fast.clone() for fast in each.fast]
+            weights = _weights(model, slots, running)
         out = functional_call(
             model,
             weights,
@@ -126,7 +132,7 @@ def _begin(
         nothing: list[Any] = [None] * len(own)
         outer, loss = list(zeros), like.new_zeros(())
         running.append(
-            _Level(level, rate, own, start, list(start), list(zeros), outer, loss, nothing)
+            _Level(level, rate, own, start, list(start), [], list(zeros), outer, loss, nothing)
         )
     return running
 
@@ -138,7 +144,7 @@ def _weights(model: Any, slots: Sequence[Slot], running: list[_Level]) -> dict[s
         base, transposed = weight_of(model, slot.name)
         total = base.mT if transposed else base
         for each in running:
-            for own, fast in zip(each.own, each.fast, strict=True):
+            for own, fast in zip(each.own, each.copies, strict=True):
                 if own.slot == number:
                     axis, size = own.part.axis, total.shape
                     ahead = 0 if axis is None else own.part.start
@@ -151,7 +157,7 @@ def _weights(model: Any, slots: Sequence[Slot], running: list[_Level]) -> dict[s
 
 def _collect(running: list[_Level], segment: Tensor, graph: bool, *, retain: bool) -> None:
     """A segment's gradient by the weights of every level."""
-    leaves = [part for each in running for part in each.fast]
+    leaves = [part for each in running for part in each.copies]
     keep = graph or retain
     grads = iter(torch.autograd.grad(segment, leaves, create_graph=graph, retain_graph=keep))
     for each in running:
