@@ -112,21 +112,6 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
     assert f"continuing from step {step}" in said
 
 
-@pytest.mark.slow
-def test_any_number_of_processes_learns_the_same(tmp_path):
-    """Two processes equal one, and a run may go from two to one and back."""
-    changes = ["optim.name=m3", "optim.lr=0.005", "run.micro=1"]
-    changes += ["optim.shape=constant", "optim.warmup=0"]  # the rate does not depend on the length
-    one, two = tmp_path / "one", tmp_path / "two"
-    weights = train(one, *changes, "run.steps=4")
-    got = train(two, *changes, "run.steps=4", processes=2)
-    assert_same(got, weights, rtol=1e-3, atol=1e-4)
-    weights = train(one, *changes, "run.steps=8")
-    train(two, *changes, "run.steps=6")
-    got = train(two, *changes, "run.steps=8", processes=2)
-    assert_same(got, weights, rtol=1e-3, atol=1e-4)
-
-
 def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
     out = tmp_path / "run"
     code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=2"))

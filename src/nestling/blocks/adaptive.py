@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nestling.blocks.mlp import scaled_normal_
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import merge_heads, split_heads
+from nestling.memories.state import state_start
 from nestling.norm import RMSNorm
 from nestling.scan import scan
 
@@ -64,7 +65,7 @@ class AdaptiveMLP(Memory):
         device = self.weight.device if device is None else torch.device(device)
         weight = self.weight.to(device, state_dtype(dtype or self.weight.dtype))
         position = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        return AdaptiveState(position, weight.expand(batch_size, *weight.shape))
+        return AdaptiveState(position, state_start(weight, batch_size))
 
     def run(
         self, x: Tensor, state: AdaptiveState, valid: Tensor | None, position: int | None

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
+from nestling.memories.state import state_start
 from nestling.scan import scan
 from nestling.scan.self_modifying_types import unit
 
@@ -175,7 +176,7 @@ class LinearMemory(Memory):
         return LinearState(
             torch.zeros(batch_size, dtype=torch.int64, device=device),
             self.shell.init(batch_size, device, dtype),
-            weight.expand(batch_size, *weight.shape),
+            state_start(weight, batch_size),
         )
 
     def run(

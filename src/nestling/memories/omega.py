@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.linear import Gates, LinearConfig
 from nestling.memories.parts import Shell, whole_number
+from nestling.memories.state import state_start
 from nestling.scan.self_modifying_segment import decays
 from nestling.scan.self_modifying_types import unit
 
@@ -113,7 +114,7 @@ class Omega(Memory):
         return OmegaState(
             torch.zeros(batch_size, dtype=torch.int64, device=device),
             self.shell.init(batch_size, device, dtype),
-            weight.expand(batch_size, *weight.shape),
+            state_start(weight, batch_size),
             pairs,
             pairs.clone(),
             pairs[..., 0].clone(),

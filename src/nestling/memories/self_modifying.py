@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
-from nestling.memories.state import tree_map
+from nestling.memories.state import state_start, tree_map
 from nestling.scan.self_modifying import answer, scan_self_modifying
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
 
@@ -34,6 +34,8 @@ class SelfModifyingConfig:
         long stream wears the projections down to rank one (deviation 22).
     momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
+    recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
+        less memory, about a third more time in the scan.
     """
 
     width: int
@@ -53,6 +55,7 @@ class SelfModifyingConfig:
     clip: float = 1.0
     conv: int = 4
     gate: bool = True
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adaptive", tuple(self.adaptive))
@@ -146,7 +149,8 @@ class SelfModifying(Memory):
         """Trained initial weights for every sequence, position 0."""
         device = self.first.device if device is None else torch.device(device)
         dtype = self.first.dtype if dtype is None else dtype
-        first, second, _ = self._initial(batch_size, device, state_dtype(dtype))
+        initial = self._initial(1, device, state_dtype(dtype))
+        first, second, _ = tree_map(lambda w: state_start(w[0], batch_size), initial)
         moved = None
         if self.config.momentum:
             moved = tuple(torch.zeros_like(w) for w in (first, second) if w is not None)
@@ -169,7 +173,9 @@ class SelfModifying(Memory):
         else:
             where = position
         weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
-        y, weights, start = scan_self_modifying(self.rule, inputs, weights, start, where)
+        y, weights, start = scan_self_modifying(
+            self.rule, inputs, weights, start, where, self.config.recompute
+        )
         weights, start = (
             tree_map(lambda w: w.unflatten(0, (batch, -1)), part) for part in (weights, start)
         )

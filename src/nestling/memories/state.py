@@ -20,6 +20,7 @@ __all__ = [
     "state_repeat",
     "state_select",
     "state_stack",
+    "state_start",
     "state_to",
     "tree_leaves",
     "tree_map",
@@ -105,6 +106,15 @@ def _grow(leaf: Tensor, size: Sequence[int]) -> Tensor:
     if not any(missing):
         return leaf
     return functional.pad(leaf, [n for extra in reversed(missing) for n in (0, extra)])
+
+
+def state_start(weight: Tensor, batch: int) -> Tensor:
+    """A trained start for every sequence, [B, ...], as data of its own.
+
+    A state that shared memory with a parameter would change with it, and would point to nothing
+    once FSDP2 has freed the parameter.
+    """
+    return weight.expand(batch, *weight.shape).clone()
 
 
 def state_detach(tree: Tree) -> Tree:

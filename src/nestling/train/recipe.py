@@ -93,6 +93,11 @@ class Recipe:
             raise ValueError(f"data.length must be at least 2; got {self.data.length}")
         if not self.optim.lr > 0:
             raise ValueError(f"optim.lr must be above 0; got {self.optim.lr}")
+        if self.run.recompute and self.data.order == "sequential" and self.data.carry:
+            raise ValueError(
+                "run.recompute=true keeps no memory from window to window; set data.carry=false,"
+                " or run.recompute=false"
+            )
         _ = self.schedule
 
     @property

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
+from nestling.memories.state import state_select, state_stack, tree_map
 from nestling.nested import Timeline
 from nestling.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from nestling.train.optimizers import build, by_level
 from nestling.train.progress import Progress
 from nestling.train.recipe import Recipe
+from nestling.train.restart import Restarts
 from nestling.train.setup import evaluate, load_data, make_batches, make_model
 from nestling.train.step import Gradients, gradients, level_norms
-from nestling.train.world import World, map_tensors, spread_, whole
+from nestling.train.world import World, spread_, whole
 
 __all__ = ["Session", "TrainingFailedError"]
 
@@ -49,12 +51,13 @@ class Session:
         self.bare = make_model(recipe, self.encoder)
         if recipe.run.recompute:
             self.bare.gradient_checkpointing_enable()
+        keep = recipe.data.order == "sequential" and recipe.data.carry
+        self.restarts = Restarts(self.bare.model.layers) if keep else None
         self.model: Any = world.distribute(self.bare, recipe.run.strategy)
         if recipe.run.compile:
             self.model = torch.compile(self.model)
         self.optimizer = build(recipe.optim, self.bare)
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.keep = recipe.data.order == "sequential" and recipe.data.carry
         self.carry: list[Any] | None = None
         self.memory = _Memory()
         self.loss = math.nan
@@ -81,8 +84,7 @@ class Session:
         spread_(self.bare, self.optimizer, found.states)
         _restore_random(found.states["random"])
         if found.states["carry"] is not None:
-            own = map_tensors(self.world.own_rows, found.states["carry"])
-            self.carry = _as_states(own, self.bare)
+            self.carry = self._cut(found.states["carry"])
         self.memory = _Memory(**found.states["memory"])
         for position, level, surprise, drift in found.states["timeline"]:
             self.timeline.record(position, level, surprise=surprise, drift=drift)
@@ -96,9 +98,11 @@ class Session:
             {
                 "model": self.bare.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
-                "carry": map_tensors(self.world.rows, self.carry),
             }
         )
+        states["carry"] = None
+        if self.carry is not None:  # the rows of the batch in order, whoever holds them
+            states["carry"] = tree_map(self.world.rows, state_stack(self.carry))
         states |= {
             "random": _random_state(),
             "memory": self.memory._asdict(),
@@ -116,13 +120,22 @@ class Session:
             )
         self.world.barrier()
 
+    def _cut(self, carry: Any) -> list[Any]:
+        """Carried states of the whole batch, cut into this process's micro-batches.
+
+        They come back from a checkpoint as plain tuples and get their names again.
+        """
+        named = _like(carry, self.bare.model.init_states(1))
+        own = tree_map(lambda t: self.world.own_rows(t).to(self.world.device), named)
+        rows = self.recipe.run.rows // self.world.size
+        places = torch.arange(rows).split(self.recipe.run.micro or rows)
+        return [state_select(own, index) for index in places]
+
     def step(self) -> None:
         """One optimizer step, skipped as a whole if the loss or gradient is not finite."""
         memory, optim = self.memory, self.recipe.optim
         batch = self.batches(memory.step, self.world.rank, self.world.size)
-        found = gradients(
-            self.model, batch, self.recipe.run, self.world, self.carry, keep=self.keep
-        )
+        found = gradients(self.model, batch, self.recipe.run, self.world, self.carry, self.restarts)
         norm = _norm(self.bare, optim.clip)
         facts = {"loss": found.loss, "gradient_norm": norm, "tokens": found.tokens}
         if (memory.step + 1) % self.progress.every == 0:
@@ -223,11 +236,6 @@ def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
-
-
-def _as_states(value: Any, model: Any) -> list[Any]:
-    """Carried states come back from a checkpoint as plain tuples; give them their names again."""
-    return [_like(piece, model.model.init_states(1)) for piece in value]
 
 
 def _like(value: Any, template: Any) -> Any:

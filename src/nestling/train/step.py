@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nestling.memories.state import state_detach, tree_map
+from nestling.memories.state import state_detach
 from nestling.models.cache import MemoryCache
 from nestling.train.batches import IGNORE, Batch
 from nestling.train.optimizers import level_of
 from nestling.train.recipe import Run
+from nestling.train.restart import Restarts
 from nestling.train.world import World
 
 __all__ = ["Gradients", "gradients", "level_norms", "loss_sum"]
@@ -50,27 +51,28 @@ def gradients(
     run: Run,
     world: World,
     carry: list[Any] | None = None,
-    *,
-    keep: bool = False,
+    restarts: Restarts | None = None,
 ) -> Gradients:
     """Add the gradient of the batch's mean loss to `.grad`, the mean taken over all processes.
 
-    `carry` holds each micro-batch's memory states from the step before; rows that start a document
-    start anew. The states of the returned carry have no history (truncated backpropagation).
+    With `restarts`, memories carry on: `carry` holds each micro-batch's states from the step
+    before, and rows that start a document start anew. The states of the returned carry have no
+    history (truncated backpropagation).
     """
+    keep = restarts is not None
     total = world.sum(float((batch.targets != IGNORE).sum()))[0]
     pieces = _micro(batch, run.micro)
     after: list[Any] = []
     summed = 0.0
     for number, piece in enumerate(pieces):
-        states = None
-        if keep and carry is not None:
-            states = _restart(_bare(model), carry[number], piece.fresh)
+        states = None if carry is None else carry[number]
         last = number == len(pieces) - 1
-        with _synchronised(model, last), _precision(run, world):
-            loss, states = loss_sum(model, _to(piece, world.device), states, keep=keep)
-        # DDP and FSDP average over processes; the sum over all of them is what counts.
-        (loss * (world.size / total)).backward()
+        anew = restarts.rows(piece.fresh) if restarts else contextlib.nullcontext()
+        with anew, _synchronised(model, last):
+            with _precision(run, world):
+                loss, states = loss_sum(model, _to(piece, world.device), states, keep=keep)
+            # DDP and FSDP average over processes; the sum over all of them is what counts.
+            (loss * (world.size / total)).backward()
         summed += float(loss.detach())
         after.append(state_detach(states) if keep else None)
     return Gradients(world.sum(summed)[0] / total, int(total), after if keep else None)
@@ -84,30 +86,6 @@ def _micro(batch: Batch, rows: int | None) -> list[Batch]:
 
 def _to(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(field.to(device) for field in batch))
-
-
-def _bare(model: Any) -> Any:
-    """The model itself, without the wrappers of DDP and torch.compile."""
-    while hasattr(model, "module") or hasattr(model, "_orig_mod"):
-        model = getattr(model, "module", None) or model._orig_mod
-    return model
-
-
-def _restart(model: Any, states: Any, fresh: Tensor) -> Any:
-    """Give rows that start a document the initial state."""
-    if not bool(fresh.any()):
-        return states
-    initial = model.model.init_states(len(fresh))
-
-    def pick(new: Tensor, old: Tensor) -> Tensor:
-        if new.shape != old.shape:
-            raise ValueError(
-                "this mixer's state grows with what it has read, so it cannot start anew row by"
-                " row; set data.carry=false (or give attention a window)"
-            )
-        return torch.where(fresh.to(old.device).view(-1, *[1] * (old.dim() - 1)), new, old)
-
-    return tree_map(pick, initial, states)
 
 
 @contextlib.contextmanager
