@@ -80,10 +80,16 @@ def _knob(name: str, values: Sequence[Any]) -> tuple[Setting, ...]:
     return tuple({name: value} for value in values)
 
 
-def _sgd(setup: Setup, s: Setting, *, joint: bool = False) -> Method:
+def _optimizer(weights: Sequence[Any], s: Setting) -> torch.optim.Optimizer:
+    """Gradient descent, or Adam where a setting names its rate."""
+    if s["adam"]:
+        return torch.optim.Adam(weights, lr=s["adam"])
+    return torch.optim.SGD(weights, lr=s["lr"])
+
+
+def _plain(setup: Setup, s: Setting, *, joint: bool = False) -> Method:
     top = setup.top()
-    optimizer = torch.optim.SGD(top.adapted(), lr=s["lr"] * s["scale"])
-    return Gradient(top, optimizer, setup.training(s), joint=joint)
+    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s), joint=joint)
 
 
 def _ewc(setup: Setup, s: Setting) -> Method:
@@ -95,9 +101,8 @@ def _ewc(setup: Setup, s: Setting) -> Method:
 
 def _replay(setup: Setup, s: Setting) -> Method:
     top = setup.top()
-    optimizer = torch.optim.SGD(top.adapted(), lr=s["lr"] * s["scale"])
     extra = Replay(s["per_class"], setup.seed)
-    return Gradient(top, optimizer, setup.training(s), extra=extra)
+    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s), extra=extra)
 
 
 def _lora(setup: Setup, s: Setting) -> Method:
@@ -177,7 +182,7 @@ def _inca(setup: Setup, s: Setting) -> Method:
 
 _SGD = _grid((0.01, 0.03, 0.1))
 _DEFAULT = {"loss": "present", "lr": 0.03}
-_SCALES = _knob("scale", (0.5, 2.0, 4.0))
+_ADAMS = _knob("adam", (3e-4, 1e-3, 3e-3))
 _SHRINKS = tuple({"shrink": 10.0 ** (e / 2)} for e in range(-8, 4))
 _CMS = _grid((0.1, 1.0, 10.0))
 _CMS_DEFAULT = {"loss": "squared", "lr": 1.0, "keep": 10.0, "head": 10.0}
@@ -198,10 +203,10 @@ def _cms_arm(k: int) -> Arm:
 METHODS: dict[str, Arm] = {
     "sequential": Arm(
         title="sequential fine-tuning",
-        make=_sgd,
-        default={**_DEFAULT, "scale": 1.0},
+        make=_plain,
+        default={**_DEFAULT, "adam": 0.0},
         first=_SGD,
-        second=_SCALES,
+        second=_ADAMS,
     ),
     "ewc": Arm(
         title="EWC",
@@ -252,9 +257,9 @@ METHODS: dict[str, Arm] = {
     "replay": Arm(
         title="experience replay",
         make=_replay,
-        default={**_DEFAULT, "scale": 1.0, "per_class": 5},
+        default={**_DEFAULT, "adam": 0.0, "per_class": 5},
         first=_SGD,
-        second=_SCALES,
+        second=_ADAMS,
     ),
     "ncm": Arm(title="frozen features, nearest class mean", make=_ncm, default={}),
     "lda": Arm(title="frozen features, LDA", make=_lda, default={"shrink": 1e-2}, first=_SHRINKS),
@@ -262,10 +267,10 @@ METHODS: dict[str, Arm] = {
     "inca": Arm(title="InCA", make=_inca, default={"shrink": 1e-2, "top": 3}, group="prompt"),
     "joint": Arm(
         title="joint training (upper bound)",
-        make=lambda setup, s: _sgd(setup, s, joint=True),
-        default={**_DEFAULT, "scale": 1.0},
+        make=lambda setup, s: _plain(setup, s, joint=True),
+        default={**_DEFAULT, "adam": 0.0},
         first=_SGD,
-        second=_SCALES,
+        second=_ADAMS,
         group="bound",
     ),
 }

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class Plan:
     """What is the same for every method of a study."""
 
     readout: str = "head"
-    epochs: int = 2
+    epochs: int = 1
     rows: int = 16
-    tuning_share: float = 0.34  # of the training data, when settings are tried
+    tuning_share: float = 0.25  # of the training data, when settings are tried
     prompt_sample: int = 64  # test texts that prompting methods are asked about
     tune: bool = True
 
@@ -117,7 +118,7 @@ class Study:
         if tuning and plan.tuning_share < 1.0:
             train = _share(train, plan.tuning_share)
         if METHODS[method].group == "prompt":
-            test = _balanced(test, plan.prompt_sample, seed)
+            test = _balanced(test, plan.prompt_sample, class_order(self.dataset, seed), seed)
         setup = Setup(
             base=self.base,
             features=Features(train=train, valid=test, test=test, labels=self.features.labels),
@@ -156,17 +157,15 @@ def _share(data: Encoded, share: float) -> Encoded:
     return data.at(torch.cat(kept).sort().values)
 
 
-def _balanced(data: Encoded, count: int, seed: int) -> Encoded:
-    """A sample with the classes in turn, so that every task has its share."""
+def _balanced(data: Encoded, count: int, tasks: Sequence[Sequence[int]], seed: int) -> Encoded:
+    """A sample that takes tasks in turn, and within a task its classes in turn."""
     generator = torch.Generator().manual_seed(seed)
-    queues = []
-    for label in data.y.unique():
-        own = (data.y == label).nonzero().flatten()
-        queues.append(own[torch.randperm(len(own), generator=generator)])
-    order = torch.randperm(len(queues), generator=generator).tolist()
-    picked: list[int] = []
-    for turn in range(max(len(queue) for queue in queues)):
-        picked += [int(queues[i][turn]) for i in order if turn < len(queues[i])]
-        if len(picked) >= max(count, len(queues)):
-            break
-    return data.at(torch.tensor(picked[: max(count, len(queues))]))
+    queues: list[list[int]] = []
+    for task in tasks:
+        own = [(data.y == label).nonzero().flatten().tolist() for label in task]
+        mixed = [row for turn in zip_longest(*own) for row in turn if row is not None]
+        first = mixed[: len(task)]
+        order = torch.randperm(len(first), generator=generator).tolist()
+        queues.append([first[i] for i in order] + mixed[len(task) :])
+    picked = [row for turn in zip_longest(*queues) for row in turn if row is not None]
+    return data.at(torch.tensor(picked[:count]))

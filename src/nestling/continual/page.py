@@ -1,0 +1,211 @@
+"""The results page, generated from the stored runs: tables with intervals, verdicts, curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nestling.continual import metrics
+from nestling.continual.methods import METHODS
+from nestling.continual.study import Store
+from nestling.files import write_atomic
+
+__all__ = ["compare", "summary", "verdict", "write_page"]
+
+Run = dict[str, Any]
+Runs = dict[str, dict[int, Run]]  # method -> seed -> run
+MEASURES = {
+    "accuracy": metrics.average_accuracy,
+    "forgetting": metrics.forgetting,
+    "best forgetting": lambda r: metrics.forgetting(r, best=True),
+    "first accuracy": lambda r: statistics.fmean(r[j][j] for j in range(len(r))),
+}
+DRAWN = ("cms-4", "sequential", "ewc", "replay", "lda", "joint")
+
+
+def _by_method(runs: Iterable[Run]) -> Runs:
+    found: Runs = defaultdict(dict)
+    for run in runs:
+        found[run["facts"]["method"]][run["facts"]["seed"]] = run
+    return {name: found[name] for name in METHODS if name in found}
+
+
+def _values(runs: dict[int, Run], measure: str, seeds: Sequence[int] | None = None) -> list[float]:
+    chosen = sorted(runs) if seeds is None else seeds
+    return [MEASURES[measure](runs[seed]["matrix"]) for seed in chosen]
+
+
+def summary(runs: Iterable[Run]) -> str:
+    """A table for the terminal: one line per method."""
+    lines = [f"{'method':14} {'accuracy %':>14} {'forgetting %':>14} {'seconds':>8} {'stored':>10}"]
+    for name, seeds in _by_method(runs).items():
+        cost = statistics.fmean(run["seconds"] for run in seeds.values())
+        stored = max(run["stored"] for run in seeds.values())
+        accuracy = metrics.interval(_values(seeds, "accuracy"))
+        lost = metrics.interval(_values(seeds, "forgetting"))
+        lines.append(f"{name:14} {accuracy!s:>14} {lost!s:>14} {cost:8.1f} {stored:10,}")
+    return "\n".join(lines)
+
+
+def compare(ours: dict[int, Run], theirs: dict[int, Run], measure: str) -> metrics.Interval:
+    """Our measure minus theirs, seed by seed over the seeds both have."""
+    seeds = sorted(set(ours) & set(theirs))
+    if not seeds:
+        raise ValueError("no seed was run by both")
+    return metrics.difference(_values(ours, measure, seeds), _values(theirs, measure, seeds))
+
+
+def verdict(difference: metrics.Interval, *, higher: bool = True) -> str:
+    """shown, refuted or inconclusive, by whether the 95% interval excludes zero."""
+    sign = 1.0 if higher else -1.0
+    if sign * difference.mean > 0 and abs(difference.mean) > difference.half:
+        return "shown"
+    if sign * difference.mean < 0 and abs(difference.mean) > difference.half:
+        return "refuted"
+    return "inconclusive"
+
+
+CLAIMS = (
+    ("CMS beats sequential fine-tuning", "cms-4", "sequential"),
+    ("CMS beats EWC", "cms-4", "ewc"),
+    ("CMS beats LoRA", "cms-4", "lora"),
+    ("CMS beats dynamic evaluation", "cms-4", "dynamic"),
+    ("CMS beats experience replay", "cms-4", "replay"),
+    ("CMS beats frozen features + LDA", "cms-4", "lda"),
+    ("CMS beats in-context learning", "cms-4", "icl"),
+    ("CMS beats InCA", "cms-4", "inca"),
+    ("4 levels beat 1 (same parameters, same rule)", "cms-4", "cms-1"),
+    ("4 levels beat 2", "cms-4", "cms-2"),
+    ("frequencies beat rates", "cms-4", "rates-4"),
+    ("plain CMS (Eq. 71, SGD) beats sequential", "cms-sgd-4", "sequential"),
+    ("plain: frequencies beat rates", "cms-sgd-4", "rates-sgd-4"),
+)
+
+
+def _table(runs: Runs) -> list[str]:
+    lines = [
+        "| method | average accuracy % | forgetting % | best minus last % | accuracy when learned %"
+        " | forward transfer % | processor s | passes | numbers kept | setting |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, seeds in runs.items():
+        shown = [str(metrics.interval(_values(seeds, measure))) for measure in MEASURES]
+        ahead = [metrics.forward_transfer(r["matrix"], r["untrained"]) for r in seeds.values()]
+        first = next(iter(seeds.values()))
+        setting = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}"
+                            for k, v in first["facts"]["setting"].items())  # fmt: skip
+        lines.append(
+            f"| {METHODS[name].title} | {' | '.join(shown)} | {metrics.interval(ahead)} |"
+            f" {statistics.fmean(r['seconds'] for r in seeds.values()):.1f} |"
+            f" {first['passes']:,} | {max(r['stored'] for r in seeds.values()):,} | {setting} |"
+        )
+    return lines
+
+
+def _verdicts(groups: dict[str, Runs]) -> list[str]:
+    lines = [
+        "| claim | stream | accuracy | difference % | forgetting | difference % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for claim, ours, theirs in CLAIMS:
+        for where, runs in groups.items():
+            if ours not in runs or theirs not in runs:
+                continue
+            gain = compare(runs[ours], runs[theirs], "accuracy")
+            lost = compare(runs[ours], runs[theirs], "forgetting")
+            lines.append(
+                f"| {claim} | {where} | **{verdict(gain)}** | {gain} |"
+                f" **{verdict(lost, higher=False)}** | {lost} |"
+            )
+    return lines
+
+
+def _curves(runs: Runs, path: Path) -> None:
+    from nestling.report import Line, lines
+
+    drawn = []
+    for name in DRAWN:
+        if name not in runs:
+            continue
+        curves = [metrics.learning_curve(run["matrix"]) for run in runs[name].values()]
+        points = [metrics.interval(list(values)) for values in zip(*curves, strict=True)]
+        x = list(range(1, len(points) + 1))
+        bands = len(curves) > 1
+        drawn.append(
+            Line(
+                name,
+                x,
+                [100 * p.mean for p in points],
+                [100 * p.low for p in points] if bands else None,
+                [100 * p.high for p in points] if bands else None,
+            )
+        )
+    svg = lines(drawn, x="tasks learned", y="accuracy on tasks so far (%)", zero=True)
+    write_atomic(path, svg.encode())
+
+
+HEAD = """# Continual learning: what was measured
+
+Generated by `nestling continual` from its stored runs. Classes arrive in tasks; after each task the
+model is tested on all classes seen so far, without being told the task. Class orders, weights and
+the order of examples come from the seed. All gradient methods adapt the same weights (the last MLP
+of the base model and a readout) on the same features, for the same number of examples; each got 12
+trials on a validation stream with a class order that no reported seed uses. "±" is a 95% interval
+over seeds (Student's t); differences are paired by seed. *shown* / *refuted* mean that the interval
+excludes zero; anything else is *inconclusive*. Prompting methods (ICL, InCA) answer a sample of the
+test texts. Processor time is that of learning, one thread, on a busy machine.
+
+"""
+
+
+def write_page(results: Path, folder: Path) -> Path:
+    """Write continual.md and its curves from what is stored."""
+    groups: dict[tuple[str, str, str, int, int], list[Run]] = defaultdict(list)
+    for run in Store(results).read():
+        facts = run["facts"]
+        if facts.get("kind") == "translation" or facts["base"].endswith("-quick"):
+            continue
+        key = (facts["base"], facts["readout"], facts["stream"], facts["epochs"], facts["examples"])
+        groups[key].append(run)
+    if not groups:
+        raise ValueError(f"{results}: no results yet; run `nestling continual STREAM` first")
+    made = {key: _by_method(runs) for key, runs in sorted(groups.items())}
+    text = [HEAD, "## Verdicts", ""]
+    named = {_name(key): runs for key, runs in made.items()}
+    text += [*_verdicts(named), ""]
+    for key, runs in made.items():
+        picture = f"continual_{key[0]}_{key[2]}_{key[1]}_{key[4]}.svg"
+        _curves(runs, folder / picture)
+        count = max(len(seeds) for seeds in runs.values())
+        first = next(iter(next(iter(runs.values())).values()))
+        text += [
+            f"## {_name(key)}",
+            "",
+            f"{first['facts']['classes']} classes in {len(first['matrix'])} tasks, {key[4]:,}"
+            f" training examples, {key[3]} epoch(s), {count} seeds.",
+            "",
+            *_table(runs),
+            "",
+            f"![learning curves]({picture})",
+            "",
+        ]
+    from nestling.continual.translation_study import translation_part
+
+    text += translation_part(Store(results))
+    text += _limits(folder)
+    path = folder / "continual.md"
+    write_atomic(path, ("\n".join(text).rstrip() + "\n").encode())
+    return path
+
+
+def _name(key: tuple[str, str, str, int, int]) -> str:
+    return f"{key[2]}, {key[0]}, {key[1]} readout" + (f", {key[4]:,} examples")
+
+
+def _limits(folder: Path) -> list[str]:
+    """A closing note written by hand, kept beside the page."""
+    note = folder / "continual_note.md"
+    return ["", note.read_text(encoding="utf-8")] if note.is_file() else []

@@ -1,0 +1,105 @@
+"""The study: tuning sees the validation split only, runs are kept, the page says what was found."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from nestling.continual import metrics
+from nestling.continual.page import compare, summary, verdict, write_page
+from nestling.continual.streams import Dataset, Split
+from nestling.continual.study import TUNING_SEED, Plan, Store, Study
+
+PLAN = Plan(rows=4, tuning_share=0.5, prompt_sample=4)
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    def split(each: int, word: str) -> Split:
+        pairs = [(f"{name} {word} {i}", c) for c, name in enumerate("abcd") for i in range(each)]
+        return Split(texts=tuple(t for t, _ in pairs), labels=tuple(c for _, c in pairs))
+
+    return Dataset(
+        name="letters",
+        classes=("a one", "b two", "c three", "d four"),
+        tasks=2,
+        train=split(6, "x"),
+        valid=split(3, "y"),
+        test=split(3, "z"),
+    )
+
+
+def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeypatch):
+    store = Store(tmp_path / "results")
+    study = Study(transformer, dataset, tmp_path, store, PLAN)
+    found = [study.run(method, seed) for seed in (0, 1) for method in ("lda", "sequential")]
+    files = sorted((tmp_path / "results").rglob("*.json"))
+    assert len([f for f in files if f.name.startswith("tuning")]) == 12 + 9 + 3
+    again = Study(transformer, dataset, tmp_path, store, PLAN)
+    monkeypatch.setattr(again, "_run", lambda *_: pytest.fail("ran again"))
+    assert [again.run(m, s) for s in (0, 1) for m in ("lda", "sequential")] == found
+    assert "sequential" in summary(found)
+
+
+def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkeypatch):
+    study = Study(transformer, dataset, tmp_path, Store(tmp_path / "results"), PLAN)
+    seen = []
+    real = study._run
+
+    def watch(method, setting, seed, split):
+        seen.append((seed, split))
+        return real(method, setting, seed, split)
+
+    monkeypatch.setattr(study, "_run", watch)
+    study.run("ewc", 0)
+    assert seen[-1] == (0, "test")
+    assert set(seen[:-1]) == {(TUNING_SEED, "valid")}
+    with pytest.raises(ValueError, match="tuning seed"):
+        study.run("ewc", TUNING_SEED)
+
+
+def made_up(method: str, seed: int, last: float) -> dict:
+    return {
+        "facts": {
+            "base": "b", "stream": "s", "readout": "head", "classes": 4, "examples": 9, "epochs": 1,
+            "method": method, "setting": {"lr": 0.1}, "seed": seed,
+        },
+        "matrix": [[0.9, 0.0], [last, 0.8]],
+        "untrained": [0.25, 0.25],
+        "seconds": 1.0,
+        "passes": 10,
+        "stored": 100,
+    }  # fmt: skip
+
+
+def test_the_page_states_verdicts(tmp_path):
+    results = tmp_path / "results"
+    for seed in range(3):
+        for method, last in (("cms-4", 0.7), ("sequential", 0.1), ("ewc", 0.7), ("lda", 0.9)):
+            run = made_up(method, seed, last + 0.01 * seed)
+            path = results / method / f"seed{seed}-x.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(run))
+    text = write_page(results, tmp_path / "docs").read_text()
+    line = {r.split("|")[1].strip(): r for r in text.splitlines() if r.startswith("| CMS beats")}
+    assert line["CMS beats sequential fine-tuning"].count("**shown**") == 2
+    assert line["CMS beats EWC"].count("**inconclusive**") == 2
+    assert line["CMS beats frozen features + LDA"].count("**refuted**") == 2
+    assert "CMS beats experience replay" not in line  # was not run
+    assert list((tmp_path / "docs").glob("*.svg"))
+
+
+def test_verdicts():
+    assert verdict(metrics.Interval(0.1, 0.05)) == "shown"
+    assert verdict(metrics.Interval(0.1, 0.05), higher=False) == "refuted"
+    assert verdict(metrics.Interval(0.1, 0.2)) == "inconclusive"
+    assert verdict(metrics.Interval(0.1, math.nan)) == "inconclusive"
+    with pytest.raises(ValueError, match="no seed"):
+        compare({0: made_up("a", 0, 0.1)}, {1: made_up("b", 1, 0.1)}, "accuracy")
+
+
+def test_an_empty_store_has_no_page(tmp_path):
+    with pytest.raises(ValueError, match="no results yet"):
+        write_page(tmp_path, tmp_path)
