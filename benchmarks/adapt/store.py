@@ -30,6 +30,13 @@ class Store:
         print(f"{key:56} {time.perf_counter() - begin:7.1f} s  {_brief(result)}", flush=True)
         return result
 
+    def put(self, key: str, result: dict[str, Any]) -> None:
+        """Keep what a part came to; replaces the old."""
+        path = self.folder / f"{key.replace(' ', '_')}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        os.replace(part, path)
+
 
 def _brief(result: dict[str, Any]) -> str:
     return "  ".join(f"{k} {v:.4f}" for k, v in result.items() if isinstance(v, float))[:100]

@@ -51,9 +51,8 @@ LEVELS = ["--levels", "16,64,256", "--rate", "0.2"]
 def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     memory = str(tmp_path / "memory")
     out = tmp_path / "timeline.html"
-    assert (
-        main(["learn", model, "--from", text, *LEVELS, "--memory", memory, "--out", str(out)]) == 0
-    )
+    learns = ["learn", model, "--from", text, *LEVELS, "--memory", memory]
+    assert main([*learns, "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "Learner over LlamaForCausalLM at position" in said.out
     assert "loss" in said.err
@@ -64,16 +63,7 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     learned = learner.score(TEXT[:200])
     learner.reset()
     assert learned < learner.score(TEXT[:200]) - 0.5
-    writes = [
-        "generate",
-        model,
-        "--prompt",
-        "In the valley",
-        "--tokens",
-        "12",
-        "--temperature",
-        "0",
-    ]
+    writes = ["generate", model, "--prompt", "In the", "--tokens", "12", "--temperature", "0"]
     assert main([*writes, "--memory", memory]) == 0
     with_memory = capsys.readouterr().out
     assert main(writes) == 0
@@ -85,10 +75,8 @@ def test_running_again_continues_the_memory(model, text, tmp_path, capsys):
     other.write_text(OTHER)
     main(["learn", model, "--from", text, *LEVELS, "--memory", str(memory)])
     svg = tmp_path / "timeline.svg"
-    assert (
-        main(["learn", model, "--from", str(other), "--memory", str(memory), "--out", str(svg)])
-        == 0
-    )
+    again = ["learn", model, "--from", str(other), "--memory", str(memory)]
+    assert main([*again, "--out", str(svg)]) == 0
     assert f"goes on with {memory} at position {len(TEXT) - 1:,}" in capsys.readouterr().err
     base, _ = load_pretrained(model)
     positions = [change.position for change in load_learner(base, memory).history]

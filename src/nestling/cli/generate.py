@@ -34,9 +34,13 @@ def parser() -> argparse.ArgumentParser:
 
 def load(name: str) -> tuple[object, object]:
     """A causal language model, ours or another, and its tokenizer."""
+    from transformers.utils import logging
+
     import nestling.models  # noqa: F401  (registers our classes)
     from nestling.stacking import load_pretrained
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     return load_pretrained(name)
 
 

@@ -60,15 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.stacking.texts import encode
 
     resumed = (arguments.memory / "memory.json").is_file()
+    settings = _settings(arguments)
     if resumed:
-        _refuse_settings(arguments)
+        _refuse(arguments.memory, settings)
     keep_memory()
     model, tokenizer = load(arguments.model)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": Limits(drift=arguments.limit)}
     if resumed:
         learner = load_learner(model, arguments.memory, **options)
     else:
-        learner = adapt(model, **_settings(arguments), **options)
+        learner = adapt(model, **settings, **options)
     where = f"{arguments.memory} at position {learner.position:,}"
     _say(f"goes on with {where}" if resumed else f"a new memory, {arguments.memory}")
     plan = _plan(learner.notes, arguments.files, texts)
@@ -143,11 +144,11 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _refuse_settings(arguments: argparse.Namespace) -> None:
-    if given := list(_settings(arguments)):
+def _refuse(memory: Path, settings: dict[str, Any]) -> None:
+    if settings:
         raise ValueError(
-            f"{arguments.memory}: this memory exists and has its own settings; leave out"
-            f" {', '.join('--' + name.replace('chunks', 'levels') for name in given)}, or choose"
+            f"{memory}: this memory exists and has its own settings; leave out"
+            f" {', '.join('--' + name.replace('chunks', 'levels') for name in settings)}, or choose"
             " another folder"
         )
 

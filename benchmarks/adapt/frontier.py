@@ -1,0 +1,71 @@
+"""(i) Plasticity against forgetting: the loss on what is learned and on what was known before.
+
+Every arm learns the same stream once, at each of its rates; then the loss on the stream's
+continuation (new) and on held-out text of the base model's own kind (old) is measured. The curve of
+an arm runs through its rates. Arms are compared at the same new loss, by linear interpolation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from arms import Arm
+from texts import Base, book
+
+import nestling
+
+
+def run(base: Base, data: Any, arm: Arm, rate: float, seed: int, size: tuple[int, int]) -> Any:
+    """One arm at one rate on one book."""
+    length, continued = size
+    ids = book(base, data, seed, length + continued)
+    score = arm.learn(base, ids[:length], rate)
+    return {"new": score(ids[length:]), "old": score(base.old)}
+
+
+def frozen(base: Base, data: Any, seed: int, size: tuple[int, int]) -> Any:
+    """The base model itself."""
+    length, continued = size
+    ids = book(base, data, seed, length + continued)
+    learner = nestling.adapt(base.model, [64], rate=0.0)
+    return {"new": learner.score(ids[length:]), "old": learner.score(base.old)}
+
+
+def study(
+    name: str,
+    base: Base,
+    data: Any,
+    store: Any,
+    seeds: tuple[int, ...],
+    arms: dict[str, Arm],
+    size: tuple[int, int],
+) -> dict[str, Any]:
+    """Seed by seed, arm by arm, rate by rate."""
+    results: dict[str, Any] = {"frozen": {}, "arms": {arm: {} for arm in arms}, "size": size}
+    for seed in seeds:
+        results["frozen"][seed] = store.get(
+            f"{name} frozen seed {seed}", lambda s=seed: frozen(base, data, s, size)
+        )
+        for label, arm in arms.items():
+            for rate in arm.rates:
+                done = store.get(
+                    f"{name} {label} {rate:g} seed {seed}",
+                    lambda a=arm, r=rate, s=seed: run(base, data, a, r, s, size),
+                )
+                results["arms"][label].setdefault(seed, []).append({"rate": rate, **done})
+    return results
+
+
+def old_at(points: list[dict[str, float]], start: dict[str, float], new: float) -> float | None:
+    """The old loss where an arm's curve first reaches this new loss; None if it never does.
+
+    The curve starts at the frozen model and runs through the rates in their order.
+    """
+    path = [start, *points]
+    for before, after in itertools.pairwise(path):
+        if after["new"] <= new <= before["new"]:
+            span = before["new"] - after["new"]
+            share = (before["new"] - new) / span if span else 0.0
+            return before["old"] + share * (after["old"] - before["old"])
+    return None
