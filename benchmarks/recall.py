@@ -1,102 +1,112 @@
 """In-context recall (MQAR): bind 64 keys to values, then answer for every key.
 
-    python benchmarks/recall.py --arms hope deltanet linear --seeds 0 1 2
-    python benchmarks/recall.py --table                     only write the table
+    python benchmarks/recall.py                     tune, run all seeds (resumable), write the page
+    python benchmarks/recall.py --report            only write the page
+    python benchmarks/recall.py --arms hope deltanet --seeds 0
 
-All arms have the same width, depth and parameters. `hope` also has the same state as DeltaNet and
-linear attention, all five memories counted (5 heads of 16 against one of 80 channels); `hope_wide`
+All arms have the same width and parameters. `hope` has the same state as DeltaNet and linear
+attention with all five memories counted (5 heads of d/5 channels against one of d); `hope_main`
 has the same *main* memory as they do, so five times their state.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import common  # noqa: F401  (sets the CPU's instruction set before torch)
 import torch
-from synthetic import Results, arm_of, mean_and_interval, predict, train
+from recall_report import page
+from synthetic import Batch, Store, arm_of, parameters, predict, state_size, train, watched
 
-from nestling.evaluate.recall import accuracy, mqar
+from nestling.evaluate.recall import IGNORE, accuracy, mqar
 from nestling.host import keep_memory
 from nestling.models import presets
 
-VOCABULARY = 512
-SIZE = presets.Size(width=80, layers=2, heads=1, vocabulary=VOCABULARY, parameters=300_000)
-ARMS = {
-    "hope": ("hope", replace(SIZE, heads=5)),
-    "hope_wide": ("hope", SIZE),
-    "deltanet": ("deltanet", SIZE),
-    "gated_delta": ("gated_delta", SIZE),
-    "linear": ("linear", SIZE),
-    "transformer": ("transformer", SIZE),
+VOCABULARY = 128
+SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, parameters=30_000)
+ARMS: dict[str, tuple[str, presets.Size, dict[str, Any]]] = {
+    "hope": ("hope", replace(SIZE, heads=5), {}),
+    "hope_main": ("hope", SIZE, {}),
+    "deltanet": ("deltanet", SIZE, {}),
+    "linear": ("linear", SIZE, {}),
 }
-OPTIONS = {"transformer": {"conv": 4}}
-ROOT = Path(__file__).resolve().parents[1] / "docs" / "results"
+STEPS, QUESTIONS = 600, 512
+STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
+RATES = (5e-3, 1e-2)
+TUNING_SEED, SEEDS, TESTS = 100, (0, 1, 2), (64, 48, 32)
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(arm: str, pairs: int, seed: int, steps: int, batch: int = 32) -> dict[str, float]:
-    """Train one model on fresh sequences and test it on 500 others."""
+def batches(seed: int) -> Callable[[int], Batch]:
+    """Fresh sequences at every step: more pairs, and fewer sequences, as training goes on."""
+
+    def draw(step: int) -> Batch:
+        pairs = next(pairs for end, pairs in STAGES if step < end * STEPS)
+        task = mqar(
+            QUESTIONS // pairs,
+            pairs=pairs,
+            vocabulary=VOCABULARY,
+            seed=1_000_000 * (seed + 1) + step,
+        )
+        return task.tokens, task.targets, (task.targets != IGNORE).float()
+
+    return draw
+
+
+def run(arm: str, rate: float, seed: int) -> dict[str, Any]:
+    """Train one model and ask it for 200 sequences it has not seen."""
     torch.manual_seed(seed)
-    name, size = ARMS[arm]
-    model = arm_of(name, size, OPTIONS)
-
-    def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        task = mqar(batch, pairs=pairs, vocabulary=VOCABULARY, seed=1_000_000 * (seed + 1) + step)
-        return task.tokens, task.targets
-
-    losses = train(model, batches, steps=steps)
-    test = mqar(500, pairs=pairs, vocabulary=VOCABULARY, seed=seed)
-    return {
-        "accuracy": accuracy(predict(model, test.tokens), test.targets),
+    name, size, options = ARMS[arm]
+    model = arm_of(name, size, options)
+    begin = time.process_time()
+    losses = train(model, batches(seed), steps=STEPS, rate=rate)
+    numbers = {
+        "rate": rate,
         "loss": sum(losses[-50:]) / 50,
-        "steps": float(steps),
-        "parameters": float(sum(p.numel() for p in model.parameters())),
+        "parameters": parameters(model),
+        "state": state_size(model),
+        "seconds": round(time.process_time() - begin, 1),
     }
+    for pairs in TESTS:
+        test = mqar(200, pairs=pairs, vocabulary=VOCABULARY, seed=seed)
+        numbers[f"{pairs} pairs"] = accuracy(predict(model, test.tokens, 50), test.targets)
+    return numbers
 
 
-def table(results: Results) -> str:
-    pairs = sorted({int(key.split("/")[1]) for key in results.runs})
-    rows = ["| model | " + " | ".join(f"{p} pairs" for p in pairs) + " |"]
-    rows.append("|---|" + "---|" * len(pairs))
-    for arm in ARMS:
-        cells = []
-        for count in pairs:
-            found = [r for k, r in results.runs.items() if k.startswith(f"{arm}/{count}/")]
-            mean = mean_and_interval([r["accuracy"] for r in found]) if found else "-"
-            cells.append(f"{mean} (n={len(found)})")
-        rows.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
+def work(keys: list[tuple[str, float, int]], store: Store) -> None:
+    """Run what is not stored yet."""
+    left = [(f"{arm}/{rate:g}/{seed}", (arm, rate, seed)) for arm, rate, seed in keys]
+    for key, job in watched([item for item in left if item[0] not in store], lambda item: item[0]):
+        numbers = run(*job)
+        store.add(key, numbers)
+        print(key, numbers, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--pairs", nargs="+", type=int, default=[64])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--results", type=Path, default=ROOT / "recall.json")
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--runs", type=Path, default=ROOT / "out" / "recall")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "recall.md")
+    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     keep_memory()
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    results = Results(options.results)
-    keys = [(s, p, a) for s in options.seeds for p in options.pairs for a in options.arms]
-    for seed, pairs, arm in [] if options.table else keys:
-        key = f"{arm}/{pairs}/{seed}"
-        if key not in results:
-            print(key, flush=True)
-            results.add(key, run(arm, pairs, seed, options.steps))
-            print(key, results.runs[key], flush=True)
-    text = (
-        "# In-context recall (MQAR)\n\nShare of questions answered rightly, in percent, mean and"
-        f" 95% interval over seeds. {SIZE.layers} layers, width {SIZE.width}, about"
-        f" {SIZE.parameters:,} parameters, vocabulary {VOCABULARY}; `python benchmarks/recall.py`"
-        " says what each arm is.\n\n"
-    )
-    options.results.with_suffix(".md").write_text(text + table(results))
-    print(table(results))
+    store = Store(options.runs, options.page.with_suffix(".json"))
+    if not options.report:
+        work([(arm, rate, TUNING_SEED) for arm in options.arms for rate in RATES], store)
+        rates = {
+            arm: min(RATES, key=lambda r: store.get(f"{arm}/{r:g}/{TUNING_SEED}")["loss"])
+            for arm in options.arms
+        }
+        work([(arm, rates[arm], seed) for seed in options.seeds for arm in options.arms], store)
+    print(page(store.gather(), options.page, SIZE, STEPS, TUNING_SEED))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""The page of the recall study: the table and the verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from synthetic import interval, percent
+
+from nestling.files import write_atomic
+from nestling.models import presets
+
+NAMES = {
+    "hope": "Hope, equal state",
+    "hope_main": "Hope, equal main memory",
+    "deltanet": "DeltaNet",
+    "linear": "linear attention",
+}
+Runs = dict[str, dict[str, Any]]
+
+
+def seeds(runs: Runs, arm: str) -> list[dict[str, Any]]:
+    """The runs of one arm."""
+    return [run for key, run in runs.items() if key.split("/")[0] == arm]
+
+
+def table(runs: Runs) -> str:
+    """Accuracy by number of pairs, with the state of each arm."""
+    columns = sorted({k for run in runs.values() for k in run if k.endswith("pairs")})
+    rows = ["| model | state | parameters | " + " | ".join(columns) + " | seeds | rate |"]
+    rows.append("|---|---|---|" + "---|" * (len(columns) + 2))
+    for arm, title in NAMES.items():
+        if found := seeds(runs, arm):
+            cells = [percent([run[c] for run in found]) for c in columns]
+            ends = f"{found[0]['state']:,} | {found[0]['parameters']:,}"
+            rows.append(
+                f"| {title} | {ends} | {' | '.join(cells)} | {len(found)} | {found[0]['rate']:g} |"
+            )
+    return "\n".join(rows) + "\n"
+
+
+def verdict(runs: Runs, ours: str, theirs: str, column: str) -> str:
+    """Whose interval is above?"""
+    one, other = ([run[column] for run in seeds(runs, arm)] for arm in (ours, theirs))
+    if not one or not other:
+        return f"{NAMES[ours]} against {NAMES[theirs]}: not run."
+    (a, x), (b, y) = interval(one), interval(other)
+    if a - x > b + y:
+        word = "clearly above"
+    elif a + x < b - y:
+        word = "clearly below"
+    else:
+        word = f"{'above' if a > b else 'below' if a < b else 'equal'}, intervals overlap"
+    return f"{NAMES[ours]} ({percent(one)}) against {NAMES[theirs]} ({percent(other)}): **{word}**."
+
+
+def page(runs: Runs, path: Path, size: presets.Size, steps: int, tuning_seed: int) -> str:
+    """Write the page; returns verdicts and table."""
+    runs = {k: run for k, run in runs.items() if k.split("/")[-1] != str(tuning_seed)}
+    pairs = [(ours, theirs) for ours in ("hope", "hope_main") for theirs in ("deltanet", "linear")]
+    listed = "\n".join(f"- {verdict(runs, *pair, '64 pairs')}" for pair in pairs) + "\n"
+    text = f"""# In-context recall (MQAR)
+
+A sequence binds keys to values, then asks for every key once more; share of questions answered
+rightly, in percent, mean and 95% interval over seeds. {size.layers} layer, width {size.width},
+about {size.parameters:,} parameters, vocabulary {size.vocabulary} (half keys, half values),
+{steps} steps of 512 questions, with 8 pairs at first and 64 at the end. Every model had two trials
+of its learning rate on a seed of its own. Written by `python benchmarks/recall.py`.
+
+State counts what a model carries per sequence, convolution's tail included. Hope has five memories
+(main, k, v, rate, retention), of which only the main one is read: at equal state its main memory is
+a fifth of DeltaNet's.
+
+{listed}
+{table(runs)}"""
+    write_atomic(path, text.encode())
+    return listed + "\n" + table(runs)
