@@ -102,7 +102,7 @@ def truncate(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
 def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
     q, r = torch.linalg.qr(left)
     p, s = torch.linalg.qr(right)
-    u, sizes, v = torch.linalg.svd(r @ s.mT)
+    u, sizes, v = torch.linalg.svd(r @ s.mT, full_matrices=False)
     root = sizes[..., None, :rank].sqrt()
     kept = Factors(q @ (u[..., :rank] * root), p @ (v.mT[..., :rank] * root))
     return kept, torch.linalg.vector_norm(sizes[..., rank:], dim=-1)

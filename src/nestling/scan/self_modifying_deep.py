@@ -206,7 +206,7 @@ def _scan_backward(
     last = (total - 1) // rule.chunk
     for i in range(last, -1, -1):
         now = slice(i * rule.chunk, min((i + 1) * rule.chunk, total))
-        first, second = ctx.starts.pop()
+        first, second = ctx.starts[i]  # stays: the graph may be used twice
         part = take(inputs, now)
         leaves = [
             None if p is None else p.detach().requires_grad_() for p in (*part[:6], first, second)

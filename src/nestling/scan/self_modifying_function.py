@@ -121,7 +121,7 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     dhome = None if home is None else torch.zeros_like(home)
     constants = shapes(rule.segment, after)
     for i, piece in reversed(list(enumerate(cuts))):
-        stack, begun, tape = ctx.kept.pop()
+        stack, begun, tape = ctx.kept[i]  # stays: the graph may be used twice
         part = take(inputs, piece.tokens)
         if tape is None:
             tape = forward(rule, part, stack, begun, home, constants)[1]
