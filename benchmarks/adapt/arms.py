@@ -160,16 +160,29 @@ def _score(model: nn.Module, ids: Tensor) -> float:
     return total / (len(ids) - 1)
 
 
-SCALED = (0.02, 0.05, 0.1, 0.2, 0.4)
-THREE, FOUR = [64, 256, 1024], [64, 256, 1024, 4096]
+RATES = (0.004, 0.01, 0.02, 0.04, 0.08)
+THREE, FOUR = [64, 256, 1024], [64, 128, 512, 2048]
+KEPT = {3: [0.9, 0.95, 1.0], 4: [0.9, 0.92, 0.96, 1.0]}  # chosen on a book that is not a seed
+SGD = (0.001, 0.003, 0.008, 0.016, 0.032)
 ARMS: dict[str, Arm] = {
-    "k=1": Arm(SCALED, memory([64])),
-    "3 levels": Arm((0.01, 0.02, 0.05, 0.1, 0.2), memory(THREE, scale=1.0)),
-    "4 levels": Arm((0.01, 0.02, 0.05, 0.1, 0.2), memory(FOUR, scale=1.0)),
-    "SGD": Arm((0.01, 0.03, 0.1, 0.2, 0.4), tuned(sgd)),
-    "AdamW": Arm((1e-4, 3e-4, 1e-3, 2e-3, 4e-3), tuned(adamw)),
-    "LoRA": Arm((1e-3, 3e-3, 1e-2, 2e-2, 4e-2), tuned(adamw, lora=8)),
+    "k=1": Arm(RATES, memory([64])),
+    "k=1, retain 0.95": Arm((0.01, 0.02, 0.04, 0.08, 0.16), memory([64], retain=0.95)),
+    "3 levels": Arm((0.003, 0.007, 0.014, 0.03, 0.06), memory(THREE, scale=1.0, retain=KEPT[3])),
+    "4 levels": Arm((0.003, 0.007, 0.014, 0.03, 0.06), memory(FOUR, scale=1.0, retain=KEPT[4])),
+    "SGD": Arm(SGD, tuned(sgd)),
+    "AdamW": Arm((3e-5, 1e-4, 2e-4, 4e-4, 8e-4), tuned(adamw)),
+    "LoRA": Arm((3e-4, 1e-3, 2e-3, 4e-3, 8e-3), tuned(adamw, lora=8)),
     "dynamic evaluation": Arm((1e-5, 3e-5, 1e-4, 3e-4, 1e-3), tuned(sgd, decay=0.02)),
-    "EWC": Arm((0.01, 0.03, 0.1, 0.2, 0.4), tuned(sgd, penalty=100.0)),
-    "replay": Arm((0.01, 0.03, 0.1, 0.2, 0.4), tuned(sgd, replay=True)),
+    "EWC": Arm(SGD, tuned(sgd, penalty=100.0)),
+    "replay": Arm((0.003, 0.008, 0.016, 0.032, 0.064), tuned(sgd, replay=True)),
+}
+LAST = {"layers": "last 6"}
+SMOLLM2: dict[str, Arm] = {
+    "k=1": Arm((0.02, 0.06, 0.2), memory([64], **LAST)),
+    "3 levels": Arm((0.015, 0.05, 0.15), memory([64, 128, 256], scale=1.0, retain=KEPT[3], **LAST)),
+}
+LOOP: dict[str, tuple[list[int], float, dict[str, Any]]] = {
+    "k=1": ([64], 0.02, {}),
+    "3 levels": (THREE, 0.014, {"scale": 1.0, "retain": KEPT[3]}),
+    "3 levels, move": (THREE, 0.014, {"scale": 1.0, "retain": KEPT[3], "transfer": "move"}),
 }

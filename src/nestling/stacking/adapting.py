@@ -34,7 +34,7 @@ def adapt(
     model: Any,
     chunks: Sequence[int | float] = (64, 512, 4096),
     *,
-    rate: float | Sequence[float] = 0.1,
+    rate: float | Sequence[float] = 0.02,
     rule: str | Rule | Sequence[str | Rule] = "gd",
     retain: float | Sequence[float] = 1.0,
     rank: int | None = None,
@@ -50,7 +50,7 @@ def adapt(
 ) -> Learner:
     """Turn the MLPs of a pretrained decoder into a memory that learns what it reads (Eq. 70-74).
 
-        learner = nestling.adapt(model, chunks=[64, 512, 4096], rate=0.1, tokenizer=tokenizer)
+        learner = nestling.adapt(model, chunks=[64, 512, 4096], rate=0.02, tokenizer=tokenizer)
         learner.learn(book)
         print(learner.generate("Call me"))
         learner.save("memory")
