@@ -18,7 +18,7 @@ from torch.nn import functional
 from nestling.cms import fast as differences
 from nestling.cms import learning
 from nestling.cms.caches import cache_from, cache_tree
-from nestling.cms.core import ContinuumState, LevelState, Output, Pairs, Update
+from nestling.cms.core import ContinuumState, LevelState, Output, Update
 from nestling.cms.reading import Place, Reading
 from nestling.cms.slots import Owned, cut
 from nestling.memories.state import state_detach
@@ -158,11 +158,11 @@ class Call:
                 out = self.model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
             losses = _pair_losses(out.logits, tokens[:, 1:])  # [B, n]
             learned = losses if bool(wanted.all()) else losses * wanted
-            pairs = self._pairs(reading, learned.sum()) if some else None
+            found = self._surprises(reading, learned.sum()) if some else None
         kept = learned if self.graph else learned.detach()
-        if pairs is not None:
+        if found is not None:
             count = wanted.sum(1).to(levels[0].seen.dtype)
-            segment = learning.Segment(pairs, count, kept.sum(1).to(count.dtype))
+            segment = learning.Segment(found, count, kept.sum(1).to(count.dtype))
             levels = self._collect(levels, segment)
         with torch.set_grad_enabled(self.graph):
             levels = self._step(levels, places, position)
@@ -171,8 +171,8 @@ class Call:
             logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
         return Piece(logits, losses, after), levels
 
-    def _pairs(self, reading: Reading, loss: Tensor) -> list[Pairs]:
-        """Every slot's inputs and `u = -dL/dy`, by one backward pass to the slots' outputs."""
+    def _surprises(self, reading: Reading, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Every slot's inputs and `dL/dy`, by one backward pass to the slots' outputs."""
         for slot, records in zip(self.owner.slots, reading.records, strict=True):
             if not records:
                 raise ValueError(
@@ -180,22 +180,15 @@ class Call:
                     " (compiled, wrapped or unused?), so it cannot learn"
                 )
         outputs = [record.y for records in reading.records for record in records]
-        surprises = iter(
-            torch.autograd.grad(
-                loss,
-                outputs,
-                create_graph=self.graph,
-                retain_graph=self.graph or self.meta is not None,
-            )
-        )
-        pairs = []
+        keep = self.graph or self.meta is not None
+        grads = torch.autograd.grad(loss, outputs, create_graph=self.graph, retain_graph=keep)
+        found, slots = iter(grads), []
         for records in reading.records:
             xs = [record.x if self.graph else record.x.detach() for record in records]
-            us = [-next(surprises).reshape(*record.x.shape[:2], -1) for record in records]
-            pairs.append(
-                Pairs(torch.cat(xs, 1), torch.cat(us, 1)) if xs[1:] else Pairs(xs[0], us[0])
-            )
-        return pairs
+            ds = [next(found).reshape(*record.x.shape[:2], -1) for record in records]
+            once = len(records) == 1  # more often when layers share a weight
+            slots.append((xs[0], ds[0]) if once else (torch.cat(xs, 1), torch.cat(ds, 1)))
+        return slots
 
     def _collect(
         self, levels: tuple[LevelState, ...], segment: learning.Segment

@@ -25,35 +25,42 @@ Rate = float | Tensor
 
 
 class Segment:
-    """What one segment of the text brings: each slot's pairs, and gradients formed only once."""
+    """What one segment of the text brings: each slot's inputs x and surprises `delta = dL/dy`.
 
-    def __init__(self, pairs: list[Pairs], seen: Tensor, surprise: Tensor) -> None:
-        self.slots = pairs  # per slot: the inputs x and u = -dL/dy
+    Gradients are formed when first asked for, and only once.
+    """
+
+    def __init__(self, slots: list[tuple[Tensor, Tensor]], seen: Tensor, surprise: Tensor) -> None:
+        self.slots = slots  # per slot: x [B, n, Di], delta [B, n, Do]
         self.seen, self.surprise = seen, surprise  # [B], [B]
         self._formed: dict[Any, Tensor] = {}
-
-    def pairs(self, own: Owned) -> Pairs:
-        """The pairs of one part."""
-        x, u = self.slots[own.slot]
-        _, axis, start, stop = own.part
-        if axis == 0:
-            u = u[..., start:stop]
-        if axis == 1:
-            x = x[..., start:stop]
-        return Pairs(x, u)
 
     def gradient(self, own: Owned, dtype: torch.dtype) -> Tensor:
         """`sum_n delta_n x_n^T` of each sequence: [B, Do, Di]."""
         key = (own.slot, *own.part[1:])
         if key not in self._formed:
-            x, u = self.pairs(own)
-            self._formed[key] = -(u.mT @ x).to(dtype)
+            x, surprise = self._part(own)
+            self._formed[key] = (surprise.mT @ x).to(dtype)
         return self._formed[key]
 
     def factors(self, own: Owned, dtype: torch.dtype) -> Factors:
         """The same gradient as factors."""
-        x, u = self.pairs(own)
-        return Factors(-u.mT.to(dtype), x.mT.to(dtype))
+        x, surprise = self._part(own)
+        return Factors(surprise.mT.to(dtype), x.mT.to(dtype))
+
+    def pairs(self, own: Owned) -> Pairs:
+        """Inputs and targets `u = -delta` of one part."""
+        x, surprise = self._part(own)
+        return Pairs(x, -surprise)
+
+    def _part(self, own: Owned) -> tuple[Tensor, Tensor]:
+        x, surprise = self.slots[own.slot]
+        _, axis, start, stop = own.part
+        if axis == 0:
+            surprise = surprise[..., start:stop]
+        if axis == 1:
+            x = x[..., start:stop]
+        return x, surprise
 
 
 def empty(count: int, batch: int, like: Tensor) -> LevelState:
