@@ -25,18 +25,18 @@ import torch
 from formal_report import page
 from synthetic import Batch, Store, arm_of, parameters, predict, train_all, watched
 
-from nestling.evaluate.formal import BIN0, BIN1, IGNORE, LANGUAGES, Strings, merge, score, strings
+from nestling.evaluate.formal import BIN0, BIN1, LANGUAGES, Strings, merge, score, strings
 from nestling.host import keep_memory
 from nestling.models import presets
 
 SIZE = presets.Size(width=32, layers=1, heads=2, vocabulary=8, parameters=24_000)
-STEPS, BATCH, POOL = 300, 32, 8
+STEPS, BATCH = 300, 16
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 SHORT, LONG = (2, 25), (26, 50)
-CROWDED = ("parity", "shuffle-2")  # a batch has many distinct strings
 
 # Chunk 1 is Eq. 83-88 to the letter; rates up to twice the retention let a write flip a sign.
-HOPE = {"chunk": 1, "chunk_others": 1, "negative": True, "retain_max": 0.9999}
+# One head starts with slow writes, one with writes that replace what was there.
+HOPE = {"chunk": 1, "chunk_others": 1, "negative": True, "rates": (0.1, 1.0)}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hope": ("hope", HOPE),
     "transformer": ("transformer", {"rope": 0.0, "conv": 4}),
@@ -75,19 +75,12 @@ class Job:
         return arm_of(name, SIZE, options)
 
     def batches(self) -> Callable[[int], Batch]:
-        """Random batches of strings of like length, merged; at any step all jobs' are of like
-        length, too."""
+        """Random batches of strings, merged."""
         data = strings(LANGUAGES[self.language], 10_000, self.lengths, seed=1000 + self.seed)
-        random, order = (torch.Generator().manual_seed(s) for s in (self.seed, 0))
-        sizes = (data.targets != IGNORE).sum(1)
-        pool: list[torch.Tensor] = []
+        random = torch.Generator().manual_seed(self.seed)
 
         def draw(_: int) -> Batch:
-            if not pool:
-                rows = torch.randint(len(data), (POOL * BATCH,), generator=random)
-                parts = rows[sizes[rows].argsort()].split(BATCH)
-                pool.extend(parts[i] for i in torch.randperm(POOL, generator=order).tolist())
-            rows = pool.pop()
+            rows = torch.randint(len(data), (BATCH,), generator=random)
             some = merge(Strings(tokens=data.tokens[rows], targets=data.targets[rows]))
             return some.tokens, some.targets, some.weight
 
@@ -114,12 +107,10 @@ def run(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def groups(jobs: list[Job], store: Store) -> list[list[Job]]:
-    """Jobs that are still to do; Hope's in lockstep, but few of those with many strings."""
+    """Jobs that are still to do; Hope's go five at a time, in lockstep."""
     left = [job for job in jobs if job.key not in store]
-    few = [job for job in left if job.arm == "hope" and job.language not in CROWDED]
-    many = [job for job in left if job.arm == "hope" and job.language in CROWDED]
-    parts = [few[i : i + 20] for i in range(0, len(few), 20)]
-    parts += [many[i : i + 5] for i in range(0, len(many), 5)]
+    hope = sorted((job for job in left if job.arm == "hope"), key=lambda job: job.language)
+    parts = [hope[i : i + 5] for i in range(0, len(hope), 5)]
     return parts + [[job] for job in left if job.arm != "hope"]
 
 

@@ -34,6 +34,8 @@ class SelfModifyingConfig:
         long stream wears the projections down to rank one (deviation 22).
     momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
+    rates: where rates start in the first and in the last head, with geometric steps between. High
+        ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
     recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
         less memory, about a third more time in the scan.
     """
@@ -52,6 +54,7 @@ class SelfModifyingConfig:
     chunk_others: int = 64
     read_start: bool = False
     retain_max: float = 0.9999
+    rates: tuple[float, float] = (0.1, 0.1)
     clip: float = 1.0
     conv: int = 4
     gate: bool = True
@@ -59,11 +62,14 @@ class SelfModifyingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adaptive", tuple(self.adaptive))
+        object.__setattr__(self, "rates", tuple(self.rates))
         check_sizes(self.width, self.heads, self.conv)
         whole_number("expansion", self.expansion, least=0)
         whole_number("chunk", self.chunk)
         whole_number("chunk_others", self.chunk_others)
-        self.rule  # noqa: B018  (checks the rest)
+        most = self.rule.rate_max  # (making the rule checks the rest)
+        if len(self.rates) != 2 or not all(0 < rate < most for rate in self.rates):
+            raise ValueError(f"rates must be two numbers between 0 and {most:g}; got {self.rates}")
 
     @property
     def rule(self) -> SelfRule:
@@ -92,7 +98,7 @@ class SelfModifyingState(NamedTuple):
     start: Weights  # [B, H, N, ., .]
 
 
-RATE, RETAIN, THETA = 0.1, 0.9985, 0.9
+RETAIN, THETA = 0.9985, 0.9
 """Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest."""
 
 
@@ -126,11 +132,12 @@ class SelfModifying(Memory):
     def reset_parameters(self) -> None:
         """Random initial memories that keep lengths; gates where a write survives 256 tokens."""
         size = self.first.shape[-1]
-        rate = RATE / self.rule.rate_max
+        slow, fast = (math.log(rate) for rate in self.config.rates)
+        rate = torch.linspace(slow, fast, self.config.heads).exp() / self.rule.rate_max
         retain = min(RETAIN / self.rule.retain_max, RETAIN)
         with torch.no_grad():
             nn.init.normal_(self.readout, std=0.1 / math.sqrt(size))
-            self.bias[:, 0] = math.log(rate / (1 - rate))
+            self.bias[:, 0] = torch.log(rate / (1 - rate))
             self.bias[:, 1] = math.log(retain / (1 - retain))
             nn.init.normal_(self.first, std=1 / math.sqrt(size))
             if self.second is not None:
