@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any, NamedTuple
 __all__ = ["parser", "run"]
 
 NAMES = {"hope": "Hope", "transformer": "Transformer"}
+LEARNING = "Hope, learning"
+CHUNKS = (64, 256, 1024, 4096)
+RATE = 0.1
+PASSAGE = 420  # characters of a shaded passage
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,13 +24,14 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="nestling demo",
         description="Train a small Hope and a Transformer of equal size on made-up chronicles,\n"
-        "let documents neither has seen stream through both, and write a report with plots.\n"
-        "Needs no network; under 5 minutes on 2 cores.",
+        "let documents neither has seen stream through both while Hope learns in context, and\n"
+        "write a report with plots. Needs no network; under 5 minutes on 2 cores.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
     made.add_argument("--steps", type=int, default=120, help="training steps of each model")
     made.add_argument("--documents", type=int, default=4, help="unseen documents to stream")
+    made.add_argument("--characters", type=int, default=4000, help="length of those documents")
     made.add_argument("--seed", type=int, default=0)
     return made
 
@@ -39,31 +45,46 @@ class Arm(NamedTuple):
     recipe: Any
     best: float
     seconds: float
-
-    @property
-    def window(self) -> int | None:
-        """Attention sees what it was trained to see; a memory reads on."""
-        return self.recipe.data.length if self.name == "transformer" else None
+    folder: Path
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, stream, compare, report."""
     if arguments.steps < 1 or arguments.documents < 1:
         raise ValueError("--steps and --documents must be at least 1")
-    arms = [_train(name, arguments) for name in NAMES]
-    documents = _unseen(arms[0].tokenizer, arguments.documents)
-    _say("streaming unseen documents through both")
-    positions = {arm.name: _by_position(arm, documents) for arm in arms}
+    if arguments.characters < 600:
+        raise ValueError(f"--characters must be at least 600; got {arguments.characters}")
+    from nestling.report.story import tell
+
+    begin = time.perf_counter()
+    hope, transformer = (_train(name, arguments) for name in NAMES)
+    ids = _unseen(hope.tokenizer, arguments)
+    readers = _readers(hope, transformer)
+    _say(f"reading {len(ids)} unseen documents of {ids.shape[1]:,} bytes")
+    read = {reader.name: reader.losses(ids) for reader in _shown(readers)}
     _say("testing what is left of a document after reading other text")
-    forgetting = _forgetting(arms[0], documents)
-    samples = {arm.name: _sample(arm) for arm in arms}
-    page = _report(arms, positions, forgetting, samples)
-    print(f"report: {page.save(arguments.out / 'report.html').resolve()}")
+    kept = {reader.name: _kept(reader, ids) for reader in _shown(readers)}
+    _say("writing")
+    page = tell(_story(hope, transformer, ids, read, kept, readers[-1]))
+    path = page.save(arguments.out / "report.html").resolve()
+    minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
+    print(f"report: {path}  (took {minutes} min {seconds:02d} s)")
     return 0
 
 
 def _say(line: str) -> None:
     print(f"== {line}", file=sys.stderr, flush=True)
+
+
+def _shown(readers: list[Any]) -> Any:
+    """The readers one after the other, with a bar in a terminal."""
+    if not sys.stderr.isatty():
+        return readers
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(readers, description="reading", console=console, transient=True)
 
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
@@ -84,61 +105,120 @@ def _train(name: str, arguments: argparse.Namespace) -> Arm:
     )
     _say(f"training {NAMES[name]}")
     start = time.perf_counter()
-    outcome = train(recipe, arguments.out / name)
+    folder = arguments.out / name
+    outcome = train(recipe, folder)
     if outcome.signal is not None:
         raise KeyboardInterrupt
     seconds = time.perf_counter() - start
     model = outcome.model.eval()
-    return Arm(name, model, outcome.encoder.tokenizer, recipe, outcome.best, seconds)
+    return Arm(name, model, outcome.encoder.tokenizer, recipe, outcome.best, seconds, folder)
 
 
-def _unseen(tokenizer: Any, count: int) -> list[list[int]]:
-    """Documents about valleys outside the training and validation text, as long as those."""
-    from nestling.train.chronicle import chronicle
-
-    texts = [chronicle(10_000 + i, characters=2400) for i in range(count)]
-    return [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
-
-
-def _by_position(arm: Arm, documents: list[list[int]]) -> list[tuple[float, float]]:
-    """(position, mean loss) over the documents, in bins that double in length."""
+def _unseen(tokenizer: Any, arguments: argparse.Namespace) -> Any:
+    """Documents about valleys outside the training and validation text: [documents, tokens]."""
     import torch
 
-    from nestling.evaluate.lm import token_losses
+    from nestling.train.chronicle import chronicle
 
-    length = min(len(ids) for ids in documents)
-    losses = torch.stack(
-        [token_losses(arm.model, d[:length], window=arm.window) for d in documents]
-    )
+    length = arguments.characters
+    texts = [chronicle(10_000 + i, characters=length) for i in range(arguments.documents)]
+    read = [tokenizer(t, add_special_tokens=False, verbose=False).input_ids for t in texts]
+    return torch.tensor([ids[: min(map(len, read))] for ids in read])
+
+
+class Memory:
+    """Hope as a reader: its memory carries on; with a rate, its continuum memory learns too."""
+
+    def __init__(self, name: str, model: Any, rate: float) -> None:
+        from nestling.cms import Continuum, MemoryLevel, own_slots
+
+        self.name, self.rate = name, rate
+        names = [level.name for level in model.config.level_list]
+        levels = [
+            MemoryLevel(name=level, chunk=chunk, rate=rate)
+            for level, chunk in zip(names, CHUNKS, strict=True)
+        ]
+        self.continuum = Continuum(model, levels, own_slots(model))
+        self.updates: list[Any] = []
+        self._begun: Any = None
+
+    def read(self, ids: Any, state: Any = None) -> tuple[Any, Any]:
+        """Each token's loss [B, T] and the state after them; the given state stays as it is."""
+        learn = self.rate > 0
+        out = self.continuum(ids, state, learn=learn, keep_logits=False)
+        self.updates = list(out.updates)
+        return out.losses.detach(), out.state
+
+    def losses(self, ids: Any) -> Any:
+        return self.read(ids)[0][:, 1:]
+
+    def rest(self, before: Any, gap: Any, rest: Any) -> float:
+        """The loss on `rest` after reading what comes before (the first 32 are not judged)."""
+        import torch
+
+        state = self._state(before) if before.shape[1] else None
+        losses, _ = self.read(torch.cat([gap, rest], dim=1), state)
+        return float(losses[:, gap.shape[1] + 32 :].mean())
+
+    def _state(self, before: Any) -> Any:
+        """The state after the beginning, read once for all gaps."""
+        if self._begun is None:
+            self._begun = self.read(before)[1]
+        return self._begun
+
+
+class Window:
+    """The Transformer as a reader: it sees its last tokens."""
+
+    def __init__(self, name: str, model: Any, length: int) -> None:
+        self.name, self.model, self.length = name, model, length
+
+    def losses(self, ids: Any) -> Any:
+        import torch
+
+        from nestling.evaluate.lm import token_losses
+
+        return torch.stack([token_losses(self.model, row, window=self.length) for row in ids])
+
+    def rest(self, before: Any, gap: Any, rest: Any) -> float:
+        """As for a memory; what lies further back than the window cannot matter."""
+        import torch
+
+        seen = torch.cat([before, gap], dim=1)[:, -self.length :]
+        losses = self.losses(torch.cat([seen, rest], dim=1))
+        return float(losses[:, -(rest.shape[1] - 32) :].mean())
+
+
+def _readers(hope: Arm, transformer: Arm) -> list[Any]:
+    length = transformer.recipe.data.length
+    return [
+        Window(NAMES["transformer"], transformer.model, length),
+        Memory(NAMES["hope"], hope.model, 0.0),
+        Memory(LEARNING, hope.model, RATE),
+    ]
+
+
+def _by_position(losses: Any) -> list[tuple[float, float]]:
+    """(position, mean loss) over the documents, in bins that double in length."""
     edges = [0, 64]
-    while edges[-1] < length - 1:
-        edges.append(min(edges[-1] * 2, length - 1))
-    spans = itertools.pairwise(edges)
-    return [((a + b) / 2, float(losses[:, a:b].mean())) for a, b in spans if b > a]
+    while edges[-1] < losses.shape[1]:
+        edges.append(min(edges[-1] * 2, losses.shape[1]))
+    spans = [(a, b) for a, b in itertools.pairwise(edges) if b - a >= 32]
+    return [((a + b) / 2, float(losses[:, a:b].mean())) for a, b in spans]
 
 
-def _forgetting(arm: Arm, documents: list[list[int]]) -> list[tuple[int, float, float]]:
-    """(tokens of other text, loss on the rest of a document, the same without having read it)."""
-    import statistics
-
+def _kept(reader: Any, ids: Any) -> list[tuple[float, float]]:
+    """(bytes of other text, nats saved on the last third by having read the first two)."""
+    cut = ids.shape[1] * 2 // 3
+    begin, rest, other = ids[:, :cut], ids[:, cut:], ids.roll(1, 0)
+    if len(ids) == 1:
+        other = ids.flip(1)
     found = []
-    for gap in (0, 128, 256, 512):
-        known, new = [], []
-        for i, ids in enumerate(documents):
-            cut = len(ids) * 2 // 3
-            other = (documents[(i + 1) % len(documents)] * 2)[:gap]
-            known.append(_rest_loss(arm, ids[:cut] + other, ids[cut:]))
-            new.append(_rest_loss(arm, other, ids[cut:]))
-        found.append((gap, statistics.fmean(known), statistics.fmean(new)))
+    for gap in (0, 256, 1024):
+        between = other[:, :gap]
+        known = reader.rest(begin, between, rest)
+        found.append((float(gap), reader.rest(begin[:, :0], between, rest) - known))
     return found
-
-
-def _rest_loss(arm: Arm, before: list[int], rest: list[int]) -> float:
-    """The loss on `rest` after reading `before` (the first 32 tokens are not judged)."""
-    from nestling.evaluate.lm import token_losses
-
-    losses = token_losses(arm.model, [*before, *rest], window=arm.window)
-    return float(losses[-(len(rest) - 32) :].mean())
 
 
 def _sample(arm: Arm) -> str:
@@ -152,70 +232,74 @@ def _sample(arm: Arm) -> str:
     return str(arm.tokenizer.decode(out[0], skip_special_tokens=True))
 
 
-def _report(
-    arms: list[Arm],
-    positions: dict[str, list[tuple[float, float]]],
-    forgetting: list[tuple[int, float, float]],
-    samples: dict[str, str],
+def _story(
+    hope: Arm,
+    transformer: Arm,
+    ids: Any,
+    read: dict[str, Any],
+    kept: dict[str, list[tuple[float, float]]],
+    learning: Memory,
 ) -> Any:
-    from nestling.report import Line, Page, lines
+    import torch
 
-    page = Page(
-        "A model that learns while it reads",
-        "Hope and a Transformer of equal size were trained on the same invented chronicles. Here is"
-        " what each does with documents it has never seen.",
-    )
-    _costs(page, arms)
-    page.heading("The longer it reads, the better it knows the valley")
-    page.text(
-        "Every document is about a new valley with invented names and facts. What cannot be known"
-        " in advance must be learned while reading. The Transformer sees its last"
-        f" {arms[1].recipe.data.length} tokens, the length it was trained on; Hope's memory carries"
-        " on from the first token, in constant space."
-    )
-    drawn = [Line(NAMES[n], [x for x, _ in p], [y for _, y in p]) for n, p in positions.items()]
-    page.figure(
-        lines(drawn, x="position in the document (bytes)", y="loss (nats per byte)", log_x=True),
-        "Loss against position, mean over the unseen documents. Lower is better.",
-    )
-    page.heading("How much is left after reading something else")
-    page.text(
-        "Hope reads two thirds of a document, then other text, then the rest of the first document."
-        " The other line is the same without the first two thirds: the space between the lines"
-        " is what the memory kept."
-    )
-    gaps = [gap for gap, _, _ in forgetting]
-    page.figure(
-        lines(
-            [
-                Line("has read it", gaps, [k for _, k, _ in forgetting]),
-                Line("has not", gaps, [n for _, _, n in forgetting]),
-            ],
-            x="bytes of other text in between",
-            y="loss on the rest",
-        ),
-        "Forgetting: loss on the last third of a document after a detour.",
-    )
-    page.heading("What they write")
-    for name, text in samples.items():
-        page.text(f"{NAMES[name]}:")
-        page.code(text)
-    page.footer("Made by `nestling demo`. One seed, small models: a demonstration, not a result.")
-    return page
+    from nestling.nested import Timeline, describe
+    from nestling.report.story import Story
 
-
-def _costs(page: Any, arms: list[Arm]) -> None:
-    rows = []
-    for arm in arms:
-        tokens = arm.recipe.run.steps * arm.recipe.run.rows * arm.recipe.data.length
-        rows.append(
-            (
-                NAMES[arm.name],
-                f"{sum(p.numel() for p in arm.model.parameters()):,}",
-                f"{tokens:,}",
-                f"{arm.seconds:.0f} s",
-                f"{arm.best:.3f}",
-            )
+    losses, _ = learning.read(ids[:1])
+    timeline = Timeline()
+    for update in learning.updates:
+        way = RATE * float(update.gradient[0])  # of one step of gradient descent
+        timeline.record(
+            update.position, update.level, surprise=float(update.surprise[0]), drift=way
         )
-    page.heading("Two models, one diet")
-    page.table(["", "parameters", "tokens read", "training time", "validation loss"], rows)
+    text = bytes(ids[0].tolist()).decode(errors="replace")
+    return Story(
+        trained=[_trained(arm) for arm in (hope, transformer)],
+        window=transformer.recipe.data.length,
+        trained_length=3000,
+        documents=len(ids),
+        positions={name: _by_position(found) for name, found in read.items()},
+        kept=kept,
+        passages=_passages(text, losses[0].nan_to_num().tolist()),
+        description=describe(hope.model, torch.optim.AdamW(hope.model.parameters())),
+        timeline=timeline,
+        chunks={level.name: int(level.chunk) for level in learning.continuum.levels},
+        rate=RATE,
+        samples={NAMES[arm.name]: _sample(arm) for arm in (hope, transformer)},
+    )
+
+
+def _trained(arm: Arm) -> Any:
+    from nestling.report.story import Trained
+
+    run = arm.recipe.run
+    return Trained(
+        name=NAMES[arm.name],
+        parameters=sum(p.numel() for p in arm.model.parameters()),
+        tokens=run.steps * run.rows * arm.recipe.data.length,
+        seconds=arm.seconds,
+        best=arm.best,
+        curve=_curve(arm.folder / "metrics.jsonl"),
+    )
+
+
+def _curve(path: Path) -> list[tuple[float, float]]:
+    """(step, loss) of a run's log; of a step logged twice (a resumed run), the last."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted({row["step"]: row["loss"] for row in rows if "loss" in row}.items())
+
+
+def _passages(text: str, losses: list[float]) -> list[Any]:
+    """The beginning and a later part of a document, word by word with each word's mean loss."""
+    from nestling.report.story import Marked
+
+    later = text.find("\n", len(text) * 3 // 4) + 1
+    found = []
+    for title, start in (("the beginning", 0), (f"after {later:,} bytes", later)):
+        words, place = [], start
+        for word in text[start : start + PASSAGE].split(" ")[:-1]:
+            own = losses[place : place + len(word)] or [0.0]
+            words.append((word, sum(own) / len(own)))
+            place += len(word) + 1
+        found.append(Marked(title, words))
+    return found

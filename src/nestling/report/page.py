@@ -31,6 +31,9 @@ th:first-child, td:first-child { text-align: left; }
 th { color: var(--soft); font-weight: 600; font-size: .9rem; }
 pre { background: color-mix(in srgb, var(--line) 55%, transparent); padding: 1rem; overflow-x: auto;
   border-radius: .5rem; white-space: pre-wrap; font-size: .9rem; }
+p.marked { line-height: 1.9; border-left: 3px solid var(--line); padding-left: 1rem; }
+p.marked b { display: block; color: var(--soft); font-size: .85rem; font-weight: 600; }
+p.marked span { border-radius: .2rem; padding: .1rem 0; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 3rem; }
 """
 
@@ -70,6 +73,16 @@ class Page:
             for row in rows
         )
         self._parts.append(f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")
+
+    def marked(self, title: str, words: Sequence[tuple[str, float]]) -> None:
+        """A passage whose words are shaded by a value, the largest darkest."""
+        most = max((value for _, value in words), default=0.0) or 1.0
+        spans = " ".join(
+            f'<span style="background:rgba(209,96,45,{0.85 * max(value, 0.0) / most:.2f})">'
+            f"{html.escape(word)}</span>"
+            for word, value in words
+        )
+        self._parts.append(f'<p class="marked"><b>{html.escape(title)}</b>{spans}</p>')
 
     def footer(self, text: str) -> None:
         """Small print."""

@@ -21,8 +21,16 @@ class Line(NamedTuple):
     high: Sequence[float] | None = None
 
 
-def lines(drawn: Sequence[Line], *, x: str, y: str, log_x: bool = False, zero: bool = False) -> str:
-    """A line plot as SVG."""
+def lines(
+    drawn: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    zero: bool = False,
+    level: float | None = None,
+) -> str:
+    """A line plot as SVG; `level` draws a thin horizontal line there."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -37,10 +45,13 @@ def lines(drawn: Sequence[Line], *, x: str, y: str, log_x: bool = False, zero: b
             axes.plot(line.x, line.y, color=colour, linewidth=2, marker="o", markersize=3.5)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, lw=0)
+        if level is not None:
+            axes.axhline(level, color="#9aa5b8", linewidth=1, zorder=0)
         _dress(axes, x, y, log_x, zero)
         _label(axes, drawn)
         text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True)
+        no_trace = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=no_trace)
         pyplot.close(figure)
     return text.getvalue()
 
@@ -61,6 +72,7 @@ def _dress(axes: Any, x: str, y: str, log_x: bool, zero: bool) -> None:
     axes.tick_params(colors="#5c667a")
     if log_x:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if zero:
         axes.set_ylim(bottom=0)
 

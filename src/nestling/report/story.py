@@ -1,0 +1,183 @@
+"""The demo's report: what two small models did with text they had never seen, in pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nestling.nested import Description, Timeline
+from nestling.nested.draw import picture
+from nestling.report.page import Page
+from nestling.report.plots import Line, lines
+
+__all__ = ["Marked", "Story", "Trained", "tell"]
+
+
+class Trained(NamedTuple):
+    """One trained model: its cost, its validation loss, and (step, loss) on the way."""
+
+    name: str
+    parameters: int
+    tokens: int
+    seconds: float
+    best: float
+    curve: Sequence[tuple[float, float]]
+
+
+class Marked(NamedTuple):
+    """A passage as words with the loss of each, and where it stands in its document."""
+
+    title: str
+    words: Sequence[tuple[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """Everything the report shows; points are (x, y) by the reader's name."""
+
+    trained: Sequence[Trained]
+    window: int  # tokens the Transformer sees
+    trained_length: int  # bytes of a training document
+    documents: int
+    positions: Mapping[str, Sequence[tuple[float, float]]]
+    kept: Mapping[
+        str, Sequence[tuple[float, float]]
+    ]  # nats saved after so many bytes of other text
+    passages: Sequence[Marked]
+    description: Description
+    timeline: Timeline
+    chunks: Mapping[str, int]
+    rate: float
+    samples: Mapping[str, str] = field(default_factory=dict)
+
+
+def tell(story: Story) -> Page:
+    """The page."""
+    page = Page(
+        "A model that learns while it reads",
+        "Two small language models of equal size read the same invented chronicles: Hope, which has"
+        " memories at several time scales, and a Transformer. Then both met documents they had"
+        " never seen.",
+    )
+    _diet(page, story)
+    _reading(page, story)
+    _surprise(page, story)
+    _forgetting(page, story)
+    _levels(page, story)
+    _samples(page, story)
+    page.footer(
+        "Made by `nestling demo` on this machine, offline. One seed and models of a million"
+        " parameters trained for minutes: a demonstration of the machinery, not a result. Studies"
+        " with several seeds and confidence intervals are in docs/results."
+    )
+    return page
+
+
+def _diet(page: Page, story: Story) -> None:
+    page.heading("Two models, one diet")
+    page.table(
+        ["", "parameters", "tokens read", "training time", "validation loss"],
+        [
+            (t.name, f"{t.parameters:,}", f"{t.tokens:,}", f"{t.seconds:.0f} s", f"{t.best:.3f}")
+            for t in story.trained
+        ],
+    )
+    drawn = [Line(t.name, *_xy(t.curve)) for t in story.trained if len(t.curve) > 1]
+    if drawn:
+        page.figure(
+            lines(drawn, x="training step", y="loss (nats per byte)"),
+            "Training loss. Both read the same bytes in the same order.",
+        )
+
+
+def _reading(page: Page, story: Story) -> None:
+    page.heading("Reading on")
+    page.text(
+        f"Each of the {story.documents} new documents tells of another valley, with people, places"
+        " and words invented for it. The language is familiar; the facts can only be learned while"
+        f" reading. The Transformer looks back {story.window} bytes, the length of the windows it"
+        " was trained on. Hope carries a memory of constant size from the first byte to the last,"
+        f" also beyond the {story.trained_length:,} bytes of a training document. The third reader"
+        " is the same Hope with its continuum memory switched on: the weights of its MLPs keep"
+        " changing, each level at its own pace, driven by nothing but the next byte."
+    )
+    page.figure(
+        lines(
+            [Line(name, *_xy(points)) for name, points in story.positions.items()],
+            x="position in the document (bytes)",
+            y="loss (nats per byte)",
+            log_x=True,
+        ),
+        "Loss against position, mean over the documents. Lower is better; a falling line is"
+        " learning from the document itself.",
+    )
+    ends = {name: points[-1][1] for name, points in story.positions.items() if points}
+    if len(ends) > 1:
+        best = min(ends, key=lambda name: ends[name])
+        rest = ", ".join(f"{name} {loss:.3f}" for name, loss in ends.items())
+        page.text(f"At the end of the documents: {rest} nats per byte; {best} reads best here.")
+
+
+def _surprise(page: Page, story: Story) -> None:
+    if not story.passages:
+        return
+    page.heading("What surprised it")
+    page.text(
+        "Two passages of one document as the learning Hope read them. The darker a word, the more"
+        " it was surprised: at first by every name, later mostly by what is really new."
+    )
+    for passage in story.passages:
+        page.marked(passage.title, passage.words)
+
+
+def _forgetting(page: Page, story: Story) -> None:
+    page.heading("How much is left after reading something else")
+    page.text(
+        "Each reader reads two thirds of a document, then a stretch of other documents, then the"
+        " last third. How much better does it read the last third than a reader that skipped the"
+        " first two? Zero means: forgotten. The Transformer forgets what has left its window; a"
+        " memory forgets by being overwritten."
+    )
+    page.figure(
+        lines(
+            [Line(name, *_xy(points)) for name, points in story.kept.items()],
+            x="bytes of other text in between",
+            y="nats saved per byte",
+            level=0.0,
+        ),
+        "What the first two thirds are still worth. Higher is better.",
+    )
+
+
+def _levels(page: Page, story: Story) -> None:
+    page.heading("What learns when")
+    page.text(
+        "The same Hope as a nested system: every part that learns, what it learns from, and how"
+        " often, the fastest on top."
+    )
+    page.figure(picture(story.description), "Levels of Hope and its optimizer during training.")
+    paces = ", ".join(f"{name} every {chunk:,} bytes" for name, chunk in story.chunks.items())
+    page.text(
+        f"While it read the first new document, the levels of the continuum memory changed: {paces}"
+        f" (gradient descent on the next byte, rate {story.rate:g}). A tall bar is a chunk that"
+        " surprised it."
+    )
+    page.figure(
+        story.timeline.picture(),
+        "Timeline of the levels: every update, its surprise, and the way its weights have gone.",
+    )
+
+
+def _samples(page: Page, story: Story) -> None:
+    if not story.samples:
+        return
+    page.heading("What they write")
+    page.text("Each continues the same opening. A few minutes of training, letter by letter.")
+    for name, text in story.samples.items():
+        page.text(f"{name}:")
+        page.code(text)
+
+
+def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

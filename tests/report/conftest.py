@@ -1,0 +1,45 @@
+"""A report with made-up figures, for the tests that look at it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nestling.nested import Timeline, describe
+from nestling.report.story import Marked, Story, Trained
+
+
+@pytest.fixture
+def story() -> Story:
+    """Lines that end together, names of ordinary length, four levels."""
+    timeline = Timeline()
+    chunks = {"fast": 64, "middle": 256, "slow": 1024, "slowest": 4096}
+    for position in range(64, 4097, 64):
+        for name, chunk in chunks.items():
+            if position % chunk == 0:
+                timeline.record(position, name, surprise=2.0 / position**0.2, drift=0.1)
+    places = [32.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3000.0]
+    readers = ("Transformer", "Hope", "Hope, learning")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    words = [(word, i % 5 / 2) for i, word in enumerate("Day 1 , spring. It <rained> all".split())]
+    return Story(
+        trained=[
+            Trained(name, 996_088, 491_520, 71.3, 1.2, [(1, 5.5), (10, 3.9), (120, 1.0)])
+            for name in readers[:2]
+        ],
+        window=256,
+        trained_length=3000,
+        documents=4,
+        positions={name: [(x, 1 + 10 / (x + i)) for x in places] for i, name in enumerate(readers)},
+        kept={
+            name: [(g, 0.3 / (1 + i * g)) for g in (0.0, 256.0, 1024.0)]
+            for i, name in enumerate(readers)
+        },
+        passages=[Marked("the beginning", words * 6), Marked("after 3,000 bytes", words * 6)],
+        description=describe(model, torch.optim.AdamW(model.parameters())),
+        timeline=timeline,
+        chunks=chunks,
+        rate=0.1,
+        samples=dict.fromkeys(readers[:2], "This is the chronicle of Mor. " * 8),
+    )
