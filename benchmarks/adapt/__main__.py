@@ -58,7 +58,7 @@ def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, 
         if options.smollm2 is None:
             raise SystemExit("the part smollm2 needs --smollm2 FILE.gguf")
         base = texts.smollm2(options.smollm2, data)
-        return frontier.study("smollm2", base, data, store, seeds, arms.SMOLLM2, (1024, 512))
+        return frontier.study("smollm2", base, data, store, seeds, arms.SMOLLM2, (2048, 512))
     base = texts.stories(data)
     if part == "frontier":
         return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4096, 2048))

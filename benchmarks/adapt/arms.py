@@ -176,10 +176,10 @@ ARMS: dict[str, Arm] = {
     "EWC": Arm(SGD, tuned(sgd, penalty=100.0)),
     "replay": Arm((0.003, 0.008, 0.016, 0.032, 0.064), tuned(sgd, replay=True)),
 }
-LAST = {"layers": "last 6"}
+LAST = {"layers": "last 10"}
 SMOLLM2: dict[str, Arm] = {
-    "k=1": Arm((0.02, 0.06, 0.2), memory([64], **LAST)),
-    "3 levels": Arm((0.015, 0.05, 0.15), memory([64, 128, 256], scale=1.0, retain=KEPT[3], **LAST)),
+    "k=1": Arm((0.007, 0.02), memory([64], **LAST)),
+    "3 levels": Arm((0.007, 0.02), memory([64, 256, 1024], scale=1.0, retain=KEPT[3], **LAST)),
 }
 LOOP: dict[str, tuple[list[int], float, dict[str, Any]]] = {
     "k=1": ([64], 0.02, {}),

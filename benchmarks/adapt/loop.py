@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from arms import make_memory
-from texts import Base, book
+from texts import Base, articles, book
 from torch import Tensor
 
-LONG, LITTLE, MEASURED = 4096, (64, 128, 256), 1024
-LEVELS = {"k=1": [64], "3 levels": [64, 256, 1024]}
+LONG, LITTLE, MEASURED = 4096, (128, 256, 512), 1024
 
 
 def run(
@@ -22,7 +21,7 @@ def run(
 ) -> dict[str, Any]:
     """One loop, with and without A, and with the slow levels removed after B."""
     a = book(base, data, seed, LONG + max(LITTLE) + MEASURED)
-    b = book(base, data, seed + 3, LONG)
+    b = articles(base, data, seed, LONG)
     again, measured = a[LONG : LONG + max(LITTLE)], a[-MEASURED:]
     learner = make_memory(base, chunks, rate, **options)
     result: dict[str, Any] = {"start": learner.score(measured)}

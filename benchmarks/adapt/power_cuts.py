@@ -13,11 +13,11 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -26,8 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import nestling
 from nestling.stacking import Learner
-
-READY = "saving"
 
 
 def learner() -> Learner:
@@ -48,30 +46,21 @@ def text(seed: int) -> torch.Tensor:
     return torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(seed))
 
 
-def save_for_ever(folder: Path) -> None:
-    """Save two memories in turn; says so once the first is there."""
-    one, two = learner(), learner()
-    one.learn(text(1))
-    two.learn(text(2))
-    one.save(folder, notes="one")
-    print(READY, flush=True)
+def save_for_ever(folder: Path, turns: list[tuple[str, Learner]]) -> NoReturn:
+    """Save two memories in turn."""
     while True:
-        two.save(folder, notes="two")
-        one.save(folder, notes="one")
+        for name, one in turns:
+            one.save(folder, notes=name)
 
 
-def kill_once(folder: Path, chance: random.Random) -> float:
-    """Start a saving process, kill it at a random moment; returns how long it had been saving."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--child", str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    if process.stdout is None or process.stdout.readline().strip() != READY:
-        raise SystemExit("the saving process did not start")
-    wait = chance.uniform(0.0, 0.5)
-    time.sleep(wait)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    return wait
+def kill_once(folder: Path, turns: list[tuple[str, Learner]], seconds: float) -> None:
+    """Fork a process that saves, and kill it after so long."""
+    child = os.fork()
+    if child == 0:
+        save_for_ever(folder, turns)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def main() -> int:
@@ -79,30 +68,33 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.child:
-        save_for_ever(options.child)
-    chance, ids, broken = random.Random(options.seed), text(3)[None], 0
-    wanted = {}
-    for name, seed in (("one", 1), ("two", 2)):
-        made = learner()
-        made.learn(text(seed))
-        wanted[name] = made(ids).logits
+    chance, ids = random.Random(options.seed), text(3)[None]
+    one, two, reader = learner(), learner(), learner()
+    one.learn(text(1))
+    two.learn(text(2))
+    wanted = {"one": one(ids).logits, "two": two(ids).logits}
+    found, broken = dict.fromkeys(wanted, 0), 0
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        reader = learner()
+        begin = time.perf_counter()
+        one.save(name, notes="one")
+        long, notes = 3 * (time.perf_counter() - begin), "one"
         for kill in range(1, options.kills + 1):
-            kill_once(Path(name), chance)
+            turns = [("one", one), ("two", two)]
+            turns = turns if notes == "two" else turns[::-1]  # first the one that is not there
+            kill_once(Path(name), turns, chance.uniform(0.0, long))
             try:
                 notes = reader.load(name)
+                found[notes] += 1
                 right = torch.equal(reader(ids).logits, wanted[notes])
             except (ValueError, OSError) as error:
                 print(error, file=sys.stderr)
                 right = False
             broken += not right
             print(f"\rkilled {kill}/{options.kills}, {broken} broken", end="", file=sys.stderr)
-    print(json.dumps({"kills": options.kills, "broken": broken}))
+    print(file=sys.stderr)
+    print(json.dumps({"kills": options.kills, "broken": broken, "found": found}))
     return 1 if broken else 0
 
 

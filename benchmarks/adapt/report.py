@@ -171,31 +171,31 @@ def _loop(part: dict[str, Any], docs: Path) -> list[str]:
     lines = [
         "## (ii) Memory loop A, B, A'",
         "",
-        "stories260K learns a book A, another book B (4,096 tokens each), then a little of the"
-        f" continuation A'. Loss on a later part of A; {seeds} seeds. *Lesioned*: all but the"
+        "stories260K learns a book A, then WikiText-2 as B (4,096 tokens each), then a little of"
+        f" the continuation A'. Loss on a later part of A; {seeds} seeds. *Lesioned*: all but the"
         " fastest level are emptied after B. *Naive*: the same, but A was never learned.",
         "",
-        "| | start | after A | after B | A' 64 | A' 128 | A' 256 | naive A' 256"
-        " | lesioned, A' 256 |",
+        "| | start | after A | after B | A' 128 | A' 256 | A' 512 | naive A' 512"
+        " | lesioned, A' 512 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, entry in part.items():
         runs = entry["runs"]
-        keys = ["start", "after A", "after B", "A'64", "A'128", "A'256", "naive A'256"]
+        keys = ["start", "after A", "after B", "A'128", "A'256", "A'512", "naive A'512"]
         cells = [show([run[key] for run in runs]) for key in keys]
-        lesion = [run["lesioned A'256"] for run in runs if "lesioned A'256" in run]
+        lesion = [run["lesioned A'512"] for run in runs if "lesioned A'512" in run]
         lines.append(f"| {arm} | {' | '.join(cells)} | {show(lesion) if lesion else ''} |")
     lines += ["", "Savings are the loss with A before B, minus without (below 0: A helps).", ""]
     for arm, entry in part.items():
         runs = entry["runs"]
-        saved = [run["A'256"] - run["naive A'256"] for run in runs]
-        lines.append(f"- {arm}: savings after 256 tokens of A' {verdict(saved)}.")
+        saved = [run["A'512"] - run["naive A'512"] for run in runs]
+        lines.append(f"- {arm}: savings after 512 tokens of A' {verdict(saved)}.")
         if arm != "k=1" and "k=1" in part:
-            plain = [run["A'256"] - run["naive A'256"] for run in part["k=1"]["runs"]]
+            plain = [run["A'512"] - run["naive A'512"] for run in part["k=1"]["runs"]]
             more = [a - b for a, b in zip(saved, plain)]
             lines.append(f"- {arm}: more savings than k=1: {verdict(more)}.")
-        if "lesioned A'256" in runs[0]:
-            left = [run["lesioned A'256"] - run["naive A'256"] for run in runs]
+        if "lesioned A'512" in runs[0]:
+            left = [run["lesioned A'512"] - run["naive A'512"] for run in runs]
             gone = [a - b for a, b in zip(saved, left)]
             lines.append(f"- {arm}: the slow levels carry savings: {verdict(gone)}.")
     return [*lines, ""]

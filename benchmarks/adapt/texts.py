@@ -48,7 +48,7 @@ def smollm2(path: Path, data: Path) -> Base:
     model.requires_grad_(False)
     with gzip.open(data / "wikitext2" / "test.txt.gz", "rt") as file:
         ids = torch.tensor(tokenizer(file.read()[:60000]).input_ids)
-    return Base(model, tokenizer, ids[:1024], ids[4096:12288])
+    return Base(model, tokenizer, ids[:512], ids[4096:12288])
 
 
 def _stories(tokenizer: Any, path: Path, count: int) -> Tensor:
@@ -72,4 +72,13 @@ def book(base: Base, data: Path, seed: int, count: int) -> Tensor:
     text = _book(data, BOOKS[seed % len(BOOKS)])
     middle = len(text) // 3
     ids = base.tokenizer(text[middle : middle + 8 * count], add_special_tokens=False).input_ids
+    return torch.tensor(ids[:count])
+
+
+def articles(base: Base, data: Path, seed: int, count: int) -> Tensor:
+    """`count` tokens of WikiText-2, another part for each seed: far from stories and from books."""
+    with gzip.open(data / "wikitext2" / "train.txt.gz", "rt") as file:
+        text = file.read()
+    start = len(text) // 16 * (seed % 16)
+    ids = base.tokenizer(text[start : start + 8 * count], add_special_tokens=False).input_ids
     return torch.tensor(ids[:count])

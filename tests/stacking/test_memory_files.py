@@ -192,10 +192,10 @@ def test_a_power_cut_leaves_the_old_or_the_new_memory(tmp_path):
     """Kill a process that saves all the time; benchmarks/adapt/power_cuts.py does it 50 times."""
     script = Path(__file__).parents[2] / "benchmarks" / "adapt" / "power_cuts.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kills", "2", "--folder", str(tmp_path)],
+        [sys.executable, str(script), "--kills", "6", "--folder", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"kills": 2, "broken": 0}
+    assert json.loads(done.stdout.splitlines()[-1])["broken"] == 0
