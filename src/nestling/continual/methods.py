@@ -8,7 +8,7 @@ their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = ["CHUNKS", "METHODS", "Arm", "Setting", "Setup", "build"]
 Setting = Mapping[str, Any]
 CHUNKS = {1: (1,), 2: (1, 8), 3: (1, 4, 16), 4: (1, 4, 16, 64)}
 """Steps between the updates of k levels, fastest first."""
+JOINT_EPOCHS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,10 @@ def _optimizer(weights: Sequence[Any], s: Setting) -> torch.optim.Optimizer:
 
 def _plain(setup: Setup, s: Setting, *, joint: bool = False) -> Method:
     top = setup.top()
-    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s), joint=joint)
+    training = setup.training(s)
+    if joint:  # an upper bound is not held to the budget
+        training = replace(training, epochs=JOINT_EPOCHS * training.epochs)
+    return Gradient(top, _optimizer(top.adapted(), s), training, joint=joint)
 
 
 def _ewc(setup: Setup, s: Setting) -> Method:
@@ -186,7 +190,7 @@ _ADAMS = _knob("adam", (3e-4, 1e-3, 3e-3))
 _SHRINKS = tuple({"shrink": 10.0 ** (e / 2)} for e in range(-8, 4))
 _CMS = _grid((0.1, 1.0, 10.0))
 _CMS_DEFAULT = {"loss": "squared", "lr": 1.0, "keep": 10.0, "head": 10.0}
-_KEEPS = _knob("keep", (1.0, 100.0, 1000.0))
+_KEEPS = _knob("keep", (0.1, 1.0, 100.0))
 
 
 def _cms_arm(k: int) -> Arm:
@@ -266,7 +270,7 @@ METHODS: dict[str, Arm] = {
     "icl": Arm(title="in-context learning", make=_icl, default={"shots": 24}, group="prompt"),
     "inca": Arm(title="InCA", make=_inca, default={"shrink": 1e-2, "top": 3}, group="prompt"),
     "joint": Arm(
-        title="joint training (upper bound)",
+        title=f"joint training, {JOINT_EPOCHS}x the epochs (upper bound)",
         make=lambda setup, s: _plain(setup, s, joint=True),
         default={**_DEFAULT, "adam": 0.0},
         first=_SGD,

@@ -89,8 +89,9 @@ class Grouped(nn.Module):
 class Top(nn.Module):
     """The adapted part: levels, the frozen final norm, and a readout of all classes.
 
-    readout "head": a linear layer that starts at zero. "label": the frozen embedding of the label
-    texts in the model's output space; it has no parameters.
+    readout "head": a linear layer that starts at zero and reads the stream before the MLP (each row
+    at root mean square 1) and the last hidden state. "label": the frozen embedding of the label
+    texts in the model's output space, which reads the last hidden state; it learns nothing.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class Top(nn.Module):
         self.channel, self.norm = channel, norm
         for parameter in norm.parameters():
             parameter.requires_grad_(False)
-        self.head = nn.Linear(labels.shape[1], labels.shape[0], bias=False)
+        self.readout = readout
+        classes, width = labels.shape
+        self.head = nn.Linear(2 * width if readout == "head" else width, classes, bias=False)
         with torch.no_grad():
-            self.head.weight.copy_(torch.zeros_like(labels) if readout == "head" else labels)
+            self.head.weight.copy_(torch.zeros(classes, 2 * width) if readout == "head" else labels)
         self.head.weight.requires_grad_(readout == "head")
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -114,7 +117,11 @@ class Top(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] -> [N, C]."""
-        out: Tensor = self.head(self.hidden(x))
+        read = self.hidden(x)
+        if self.readout == "head":
+            below = x * x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
+            read = torch.cat([below, read], dim=1)  # [N, 2D]
+        out: Tensor = self.head(read)
         return out
 
     def levels(self) -> list[list[nn.Parameter]]:

@@ -1,0 +1,33 @@
+"""`nestling continual` on a slice, as CI runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nestling.cli import main
+
+
+def test_the_quick_slice(shared_data, tmp_path, capsys):
+    command = ["continual", "clinc150", "--quick", "--data", str(shared_data), "--seeds", "1"]
+    command += ["--cache", str(tmp_path), "--method", "cms-4", "--method", "lda"]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    assert "cms-4" in first
+    assert main([*command, "--readout", "label", "--method", "sequential"]) == 0
+    assert main(command) == 0  # all runs are stored: the same table
+    assert first in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["clinc"], "unknown stream 'clinc'"),
+        (["clinc150"], "--data must name"),
+        (["clinc150", "--seeds", "0"], "--seeds must be at least 1"),
+        (["clinc150", "--data", ".", "--method", "x"], "unknown method 'x'"),
+        (["page", "--cache", "nowhere"], "no results yet"),
+    ],
+)
+def test_mistakes_end_in_one_line(words, said, capsys):
+    assert main(["continual", *words]) == 2
+    assert said in capsys.readouterr().err
