@@ -13,7 +13,6 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import common
 import torch
@@ -84,22 +83,14 @@ def step(name: str) -> Callable[[], None]:
     return run
 
 
-def peak_mb() -> float:
-    """Peak resident MB of this program alone (`ru_maxrss` starts at the parent's size)."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return common.peak_mb()
-    return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
-
-
 def extra_memory(name: str) -> float:
     """MB by which three steps raise the peak resident size of this process."""
     run = step(name)
     gc.collect()
-    before = peak_mb()
+    before = common.peak_mb()
     for _ in range(3):
         run()
-    return peak_mb() - before
+    return common.peak_mb() - before
 
 
 def agrees() -> float:

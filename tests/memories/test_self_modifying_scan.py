@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.memories.self_modifying_naive import scan_naive
 from nestling.scan.self_modifying import scan_self_modifying
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
@@ -152,3 +153,26 @@ def test_one_token_without_gradients(name, position):
         got = scan_self_modifying(RULES[name], inputs, weights, start, mine)
         for a, b in zip(leaves(want), leaves(got), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_what_is_kept_for_the_backward_pass_can_be_taken_away():
+    """Tapes are saved tensors (checkpointing can drop them); `recompute` keeps far fewer."""
+    torch.manual_seed(0)
+    x, kept, grads = torch.randn(2, 64, 8), {}, {}
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        sizes = {"width": 8, "heads": 2, "chunk": 8, "chunk_others": 8}
+        memory = SelfModifying(SelfModifyingConfig(**sizes, recompute=recompute))
+        saved = []
+
+        def pack(t, saved=saved):
+            saved.append(t.numel())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = memory(x)[0]
+        kept[recompute] = sum(saved)
+        grads[recompute] = torch.autograd.grad(y.square().sum(), list(memory.parameters()))
+    assert kept[True] < 0.7 * kept[False]
+    for a, b in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(a, b)

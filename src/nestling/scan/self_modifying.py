@@ -23,10 +23,9 @@ from nestling.scan.self_modifying_matrix import one_token
 from nestling.scan.self_modifying_segment import answer, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
-__all__ = ["answer", "scan_self_modifying"]
+__all__ = ["answer", "run", "scan_self_modifying"]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # graphs of all segments take minutes
 def scan_self_modifying(
     rule: SelfRule,
     inputs: Inputs,
@@ -39,7 +38,27 @@ def scan_self_modifying(
 
     Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
+    A compiled model calls it as it is: graphs of all segments would take minutes to compile.
     """
+    if torch.compiler.is_compiling():
+        from nestling.scan.uncompiled import run_uncompiled
+
+        result: tuple[Tensor, Weights, Weights] = run_uncompiled(
+            rule, inputs, weights, start, position, recompute
+        )
+        return result
+    return run(rule, inputs, weights, start, position, recompute)
+
+
+def run(
+    rule: SelfRule,
+    inputs: Inputs,
+    weights: Weights,
+    start: Weights,
+    position: int | Tensor,
+    recompute: bool,
+) -> tuple[Tensor, Weights, Weights]:
+    """`scan_self_modifying` itself, in full precision."""
     with torch.autocast(inputs.x.device.type, enabled=False):
         return _scan(rule, inputs, weights, start, position, recompute)
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestling.scan.self_modifying_matrix import Tape, backward, forward, shapes
+from nestling.scan.self_modifying_matrix import backward, forward
+from nestling.scan.self_modifying_tape import TAPE, Tape, shapes
 from nestling.scan.self_modifying_types import Inputs, SelfRule, take
 
 __all__ = ["scan_matrix"]
@@ -55,7 +56,8 @@ def _fresh(rule: SelfRule, flags: tuple[bool, ...], stack: Tensor, start: Tensor
 
 
 class _Scan(torch.autograd.Function):
-    """Forward keeps each segment's start weights (and its tape unless `recompute`)."""
+    """Forward keeps each segment's start weights (and its tape unless `recompute`), all by
+    `save_for_backward`, so that activation checkpointing and offloading can take them away."""
 
     @staticmethod
     def forward(
@@ -76,7 +78,7 @@ class _Scan(torch.autograd.Function):
         keep = any(ctx.needs_input_grad)
         constants = shapes(rule.segment, stack)
         y = inputs.x.new_empty(b, total, d)
-        kept: list[tuple[Tensor, Tensor, Tape | None]] = []
+        kept: list[Tensor | None] = []
         starts: list[Tensor] = []
         for piece in pieces(rule, position, total):
             begun = _fresh(rule, piece.fresh, stack, begun)
@@ -84,7 +86,8 @@ class _Scan(torch.autograd.Function):
             after, tape = forward(rule, part, stack, begun, home, constants)
             y[:, piece.tokens] = tape.y
             if keep:
-                kept.append((stack, begun, None if recompute else tape))
+                same = begun is stack
+                kept += (stack, None if same else begun, *([] if recompute else tape.flat()))
             starts.append(begun)
             stack = after
         ends = tuple((position + total) % chunk == 0 for chunk in rule.chunks)
@@ -95,8 +98,8 @@ class _Scan(torch.autograd.Function):
             last = last.clone()
             for i, begun in enumerate(starts):
                 torch.where((ctx.choice == i).view(-1, 1, 1), begun, last, out=last)
-        ctx.rule, ctx.position, ctx.kept, ctx.ends = rule, position, kept, ends
-        ctx.save_for_backward(valid, stack, home, *given)
+        ctx.rule, ctx.position, ctx.recompute, ctx.ends = rule, position, recompute, ends
+        ctx.save_for_backward(valid, stack, home, *given, *kept)
         return y, stack.view_as(first), last.reshape(start.shape)
 
     @staticmethod
@@ -109,7 +112,9 @@ class _Scan(torch.autograd.Function):
 def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
     """Segments from the last to the first, each by its hand-written backward."""
     rule: SelfRule = ctx.rule
-    valid, after, home, *given = ctx.saved_tensors
+    valid, after, home, *rest = ctx.saved_tensors
+    given, kept = rest[:6], rest[6:]
+    each = 2 if ctx.recompute else 2 + TAPE
     inputs = _inputs(given, valid)
     b, total, d = inputs.x.shape
     dstack, dlast = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
@@ -121,10 +126,10 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     dhome = None if home is None else torch.zeros_like(home)
     constants = shapes(rule.segment, after)
     for i, piece in reversed(list(enumerate(cuts))):
-        stack, begun, tape = ctx.kept[i]  # stays: the graph may be used twice
+        stack, begun, *taped = kept[i * each : (i + 1) * each]
+        begun = stack if begun is None else begun
         part = take(inputs, piece.tokens)
-        if tape is None:
-            tape = forward(rule, part, stack, begun, home, constants)[1]
+        tape = Tape.of(taped) if taped else forward(rule, part, stack, begun, home, constants)[1]
         some = backward(rule, part, stack, begun, home, after, tape, dy[:, piece.tokens], dstack)
         dstack = some.stack
         ended = None if ctx.choice is None else _chosen(ctx.choice, i, dlast)
