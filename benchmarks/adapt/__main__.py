@@ -61,7 +61,9 @@ def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, 
         return frontier.study("smollm2", base, data, store, seeds, arms.SMOLLM2, (2048, 512))
     base = texts.stories(data)
     if part == "frontier":
-        return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4096, 2048))
+        penalty = frontier.best_penalty(base, data, store, (4096, 2048))
+        chosen = {**arms.ARMS, f"EWC, penalty {penalty:g}": arms.ewc(penalty)}
+        return frontier.study("frontier", base, data, store, seeds, chosen, (4096, 2048))
     if part == "loop":
         return loop.study(base, data, store, seeds, arms.LOOP)
     return recall.study(base, store, seeds)

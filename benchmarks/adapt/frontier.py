@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from arms import Arm
+from arms import PENALTIES, Arm, ewc
 from texts import Base, book
 
 import nestling
+
+TUNING_BOOK = 7
 
 
 def run(base: Base, data: Any, arm: Arm, rate: float, seed: int, size: tuple[int, int]) -> Any:
@@ -55,6 +57,19 @@ def study(
                 )
                 results["arms"][label].setdefault(seed, []).append({"rate": rate, **done})
     return results
+
+
+def best_penalty(base: Base, data: Any, store: Any, size: tuple[int, int]) -> float:
+    """EWC's penalty with the least new + old loss on a book that is not a seed."""
+    sums = {}
+    for penalty in PENALTIES:
+        for rate in (0.003, 0.008):
+            done = store.get(
+                f"frontier EWC tune {penalty:g} {rate:g}",
+                lambda p=penalty, r=rate: run(base, data, ewc(p), r, TUNING_BOOK, size),
+            )
+            sums[penalty] = min(sums.get(penalty, 1e9), done["new"] + done["old"])
+    return min(sums, key=sums.__getitem__)
 
 
 def old_at(points: list[dict[str, float]], start: dict[str, float], new: float) -> float | None:
