@@ -57,13 +57,13 @@ def bare(cache: str) -> float:
     return min(sum(times[-10:]), sum(times[-20:-10])) / 10
 
 
-def looped(cache: str, folder: Path, *, processes: int = 1, threads: int = 2) -> float:
+def looped(cache: str, folder: Path, *, processes: int = 1) -> float:
     """Seconds per step of `nestling train`, from its own log."""
     launch = [sys.executable]
     if processes > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     launch += ["-m", "nestling.cli", "train", "tiny", *CHANGES, f"data.cache={cache}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [*launch, "--out", str(folder)], check=True, capture_output=True, env=environment
     )
@@ -78,14 +78,16 @@ def main() -> None:
     parser.add_argument("--part", choices=("loop", "processes"), help="only this one")
     part = parser.parse_args().part
     with tempfile.TemporaryDirectory() as name:
-        torch.set_num_threads(2)
+        torch.set_num_threads(
+            1
+        )  # as every process below: threads that wait for each other vary more
         if part != "processes":
             seconds = bare(name)
             loop = looped(name, Path(name) / "loop")
             verdict("the loop's tokens/s over the bare step's", seconds / loop, 0.95, at_most=False)
         if part != "loop":
-            one = looped(name, Path(name) / "one", threads=1)
-            two = looped(name, Path(name) / "two", processes=2, threads=1)
+            one = looped(name, Path(name) / "one")
+            two = looped(name, Path(name) / "two", processes=2)
             print(f"      two processes over one, a core each: {one / two:.2f}x of an ideal 2x")
 
 

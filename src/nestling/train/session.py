@@ -125,6 +125,10 @@ class Session:
 
         They come back from a checkpoint as plain tuples and get their names again.
         """
+        if not isinstance(carry, tuple):
+            raise ValueError(
+                f"{self.checkpoints} was written by an earlier version; give the run a new folder"
+            )
         named = _like(carry, self.bare.model.init_states(1))
         own = tree_map(lambda t: self.world.own_rows(t).to(self.world.device), named)
         rows = self.recipe.run.rows // self.world.size
