@@ -160,30 +160,28 @@ def _score(model: nn.Module, ids: Tensor) -> float:
     return total / (len(ids) - 1)
 
 
-RATES = (0.0005, 0.0015, 0.004, 0.01, 0.02, 0.04, 0.08)
+RATES = (0.0015, 0.004, 0.01, 0.02, 0.04, 0.08)
 THREE, FOUR = [64, 256, 1024], [64, 128, 512, 2048]
 KEPT = {3: [0.9, 0.95, 1.0], 4: [0.9, 0.92, 0.96, 1.0]}  # chosen on a book that is not a seed
-LEVELS = (0.0004, 0.0011, 0.003, 0.007, 0.014, 0.03, 0.06)
-SGD = (0.0001, 0.0003, 0.001, 0.003, 0.008, 0.016, 0.032)
+LEVELS = (0.0011, 0.003, 0.007, 0.014, 0.03, 0.06)
+SGD = (0.001, 0.003, 0.008, 0.016, 0.032)
 PENALTIES = (1e2, 1e3, 1e4)  # of EWC; the best on that book is taken
 ARMS: dict[str, Arm] = {
     "k=1": Arm(RATES, memory([64])),
-    "k=1, retain 0.95": Arm(
-        (0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.16), memory([64], retain=0.95)
-    ),
+    "k=1, retain 0.95": Arm((0.01, 0.02, 0.04, 0.08, 0.16), memory([64], retain=0.95)),
     "3 levels": Arm(LEVELS, memory(THREE, scale=1.0, retain=KEPT[3])),
     "4 levels": Arm(LEVELS, memory(FOUR, scale=1.0, retain=KEPT[4])),
     "SGD": Arm(SGD, tuned(sgd)),
-    "AdamW": Arm((3e-6, 1e-5, 3e-5, 1e-4, 2e-4, 4e-4, 8e-4), tuned(adamw)),
-    "LoRA": Arm((3e-5, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 8e-3), tuned(adamw, lora=8)),
+    "AdamW": Arm((3e-5, 1e-4, 2e-4, 4e-4, 8e-4), tuned(adamw)),
+    "LoRA": Arm((3e-4, 1e-3, 2e-3, 4e-3, 8e-3), tuned(adamw, lora=8)),
     "dynamic evaluation": Arm((1e-5, 3e-5, 1e-4, 3e-4, 1e-3), tuned(sgd, decay=0.02)),
-    "replay": Arm((0.0003, 0.001, 0.003, 0.008, 0.016, 0.032, 0.064), tuned(sgd, replay=True)),
+    "replay": Arm((0.003, 0.008, 0.016, 0.032, 0.064), tuned(sgd, replay=True)),
 }
 
 
 def ewc(penalty: float) -> Arm:
     """Elastic weight consolidation."""
-    return Arm(SGD, tuned(sgd, penalty=penalty))
+    return Arm((0.001, 0.002, 0.004, 0.006), tuned(sgd, penalty=penalty))
 
 
 LAST = {"layers": "last 10"}

@@ -72,13 +72,12 @@ def best_penalty(base: Base, data: Any, store: Any, size: tuple[int, int]) -> fl
     return min(sums, key=sums.__getitem__)
 
 
-def old_at(points: list[dict[str, float]], start: dict[str, float], new: float) -> float | None:
-    """The old loss where an arm's curve first reaches this new loss; None if it never does.
+def old_at(points: list[dict[str, float]], new: float) -> float | None:
+    """The old loss where an arm's curve through its rates first reaches this new loss.
 
-    The curve starts at the frozen model and runs through the rates in their order.
+    None where it never does, or only below its lowest rate, where the curve is not known.
     """
-    path = [start, *points]
-    for before, after in itertools.pairwise(path):
+    for before, after in itertools.pairwise(points):
         if after["new"] <= new <= before["new"]:
             span = before["new"] - after["new"]
             share = (before["new"] - new) / span if span else 0.0
