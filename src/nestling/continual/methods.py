@@ -149,7 +149,8 @@ def _cms(setup: Setup, s: Setting, k: int, *, frequency: bool = True) -> Method:
     """Continuum memory whose levels retain: the rule of `retaining.py` at k clocks.
 
     The head, if it learns, is in the fastest level and takes the exact step (rate 1 for a squared
-    error). With `frequency=False` all levels change at every step, at rates `1/chunk`.
+    error). A level's prior grows with its chunk, as its batch does: slow levels are stiff. With
+    `frequency=False` all levels change at every step, at rates `1/chunk`.
     """
     top = setup.top(k)
     inputs = capture(top)
@@ -158,7 +159,7 @@ def _cms(setup: Setup, s: Setting, k: int, *, frequency: bool = True) -> Method:
         rate = {"chunk": chunk} if frequency else {"chunk": 1}
         weights = [layer.weight for layer in layers]
         lr = s["lr"] if frequency else s["lr"] / chunk
-        groups.append({"params": weights, "lr": lr, "keep": s["keep"], **rate})
+        groups.append({"params": weights, "lr": lr, "keep": s["stiff"] * chunk, **rate})
     if top.head.weight.requires_grad:
         head = 1.0 if s["loss"] == "squared" else s["head"]
         groups.append({"params": [top.head.weight], "lr": head, "keep": s["keep"], "chunk": 1})
@@ -188,9 +189,9 @@ _SGD = _grid((0.01, 0.03, 0.1))
 _DEFAULT = {"loss": "present", "lr": 0.03}
 _ADAMS = _knob("adam", (3e-4, 1e-3, 3e-3))
 _SHRINKS = tuple({"shrink": 10.0 ** (e / 2)} for e in range(-8, 4))
-_CMS = _grid((0.1, 1.0, 10.0))
-_CMS_DEFAULT = {"loss": "squared", "lr": 1.0, "keep": 10.0, "head": 10.0}
-_KEEPS = _knob("keep", (0.1, 1.0, 100.0))
+_CMS = _grid((0.01, 0.03, 0.1))
+_CMS_DEFAULT = {"loss": "squared", "lr": 0.03, "keep": 1.0, "stiff": 100.0, "head": 10.0}
+_KEEPS = _knob("keep", (0.1, 10.0, 100.0))
 
 
 def _cms_arm(k: int) -> Arm:
