@@ -135,9 +135,10 @@ def trials(arm: str, language: str) -> list[Job]:
 
 
 def chosen(arm: str, language: str, store: Store) -> float:
-    """The rate with the most strings right at both lengths, then the most positions at 26-50."""
+    """The rate with the most strings right at both lengths, then the most positions at 26-50, then
+    the smaller one."""
     found = [store.get(job.key) for job in trials(arm, language)]
-    return max((f["short"] + f["long"], f["long_tokens"], f["rate"]) for f in found)[-1]
+    return -max((f["short"] + f["long"], f["long_tokens"], -f["rate"]) for f in found)[-1]
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Models in lockstep get what each would get alone."""
+"""What the studies of synthetic tasks share: models in lockstep, counted states, stored runs."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from lockstep import Lockstep
-from synthetic import arm_of, weighted
+from synthetic import Store, arm_of, interval, percent, state_size, weighted
 
 from nestling.models import presets
 
@@ -37,3 +38,30 @@ def test_logits_and_gradients_are_those_of_each_model_alone():
         weighted(alone, y, w).backward()
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-9)
+
+
+def test_states_are_counted_alike():
+    width, tail = 40, 3 * 40
+    small = presets.Size(width=width, layers=1, heads=1, vocabulary=128, parameters=30_000)
+    assert state_size(arm_of("deltanet", small, {})) == width**2 + tail
+    assert state_size(arm_of("hope", small, {})) == 5 * width**2 + tail
+    split = replace(small, heads=5)  # five memories of five heads: a fifth of the width each
+    assert state_size(arm_of("hope", split, {})) == width**2 + tail
+
+
+def test_stored_runs_are_found_again(tmp_path):
+    store = Store(tmp_path / "runs", tmp_path / "page.json")
+    store.add("hope/(aa)*/0", {"bin0": 1.0})
+    store.add("hope/(abab)*/0", {"bin0": 0.5})
+    assert "hope/(aa)*/0" in store
+    assert "hope/(aa)*/1" not in store
+    assert store.gather()["hope/(abab)*/0"] == {"bin0": 0.5}
+    again = Store(tmp_path / "elsewhere", tmp_path / "page.json")  # the page's copy is enough
+    assert again.runs() == store.runs()
+
+
+def test_interval_of_the_mean():
+    mean, half = interval([0.9, 1.0, 0.8])
+    assert abs(mean - 0.9) < 1e-12
+    assert abs(half - 4.30 * 0.1 / 3**0.5) < 1e-12
+    assert percent([1.0, 1.0]) == "100"
