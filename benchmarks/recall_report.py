@@ -39,6 +39,16 @@ def table(runs: Runs) -> str:
     return "\n".join(rows) + "\n"
 
 
+def trials(runs: Runs) -> str:
+    """What each learning rate gave on the seed used for choosing it."""
+    rows = ["| model | rate | state | final loss | 64 pairs |", "|---|---|---|---|---|"]
+    for arm, title in NAMES.items():
+        for run in seeds(runs, arm):
+            ends = f"{run['loss']:.2f} | {100 * run['64 pairs']:.1f}"
+            rows.append(f"| {title} | {run['rate']:g} | {run['state']:,} | {ends} |")
+    return "\n".join(rows) + "\n"
+
+
 def verdict(runs: Runs, ours: str, theirs: str, column: str) -> str:
     """Whose interval is above?"""
     one, other = ([run[column] for run in seeds(runs, arm)] for arm in (ours, theirs))
@@ -56,7 +66,8 @@ def verdict(runs: Runs, ours: str, theirs: str, column: str) -> str:
 
 def page(runs: Runs, path: Path, size: presets.Size, steps: int, tuning_seed: int) -> str:
     """Write the page; returns verdicts and table."""
-    runs = {k: run for k, run in runs.items() if k.split("/")[-1] != str(tuning_seed)}
+    tried = {k: run for k, run in runs.items() if k.split("/")[-1] == str(tuning_seed)}
+    runs = {k: run for k, run in runs.items() if k not in tried}
     pairs = [(ours, theirs) for ours in ("hope", "hope_main") for theirs in ("deltanet", "linear")]
     listed = "\n".join(f"- {verdict(runs, *pair, '64 pairs')}" for pair in pairs) + "\n"
     text = f"""# In-context recall (MQAR)
@@ -71,7 +82,10 @@ State counts what a model carries per sequence, convolution's tail included. Hop
 (main, k, v, rate, retention), of which only the main one is read: at equal state its main memory is
 a fifth of DeltaNet's.
 
-{listed}
-{table(runs)}"""
+{listed if runs else ""}
+{table(runs) if runs else "Only the trials were run so far: one seed, so no verdict."}
+## Trials
+
+{trials(tried)}"""
     write_atomic(path, text.encode())
-    return listed + "\n" + table(runs)
+    return listed + "\n" + table(runs) + "\n" + trials(tried)
