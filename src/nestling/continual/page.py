@@ -77,6 +77,7 @@ CLAIMS = (
     ("CMS beats frozen features + LDA", "cms-4", "lda"),
     ("CMS beats in-context learning", "cms-4", "icl"),
     ("CMS beats InCA", "cms-4", "inca"),
+    ("one level with the same rule beats EWC", "cms-1", "ewc"),
     ("4 levels beat 1 (same parameters, same rule)", "cms-4", "cms-1"),
     ("4 levels beat 2", "cms-4", "cms-2"),
     ("frequencies beat rates", "cms-4", "rates-4"),
@@ -88,8 +89,8 @@ CLAIMS = (
 def _table(runs: Runs) -> list[str]:
     lines = [
         "| method | average accuracy % | forgetting % | best minus last % | accuracy when learned %"
-        " | forward transfer % | processor s | passes | numbers kept | setting |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | forward transfer % | intransigence % | processor s | passes | numbers kept | setting |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in runs.items():
         shown = [str(metrics.interval(_values(seeds, measure))) for measure in MEASURES]
@@ -99,10 +100,21 @@ def _table(runs: Runs) -> list[str]:
                             for k, v in first["facts"]["setting"].items())  # fmt: skip
         lines.append(
             f"| {METHODS[name].title} | {' | '.join(shown)} | {metrics.interval(ahead)} |"
+            f" {_stiffness(runs, name)} |"
             f" {statistics.fmean(r['seconds'] for r in seeds.values()):.1f} |"
             f" {first['passes']:,} | {max(r['stored'] for r in seeds.values()):,} | {setting} |"
         )
     return lines
+
+
+def _stiffness(runs: Runs, name: str) -> str:
+    """Intransigence against joint training with the same seeds; "-" where there is none."""
+    joint = runs.get("joint", {})
+    seeds = sorted(set(runs[name]) & set(joint))
+    if not seeds:
+        return "-"
+    found = [metrics.intransigence(runs[name][s]["matrix"], joint[s]["matrix"][-1]) for s in seeds]
+    return str(metrics.interval(found))
 
 
 def _verdicts(groups: dict[str, Runs]) -> list[str]:
