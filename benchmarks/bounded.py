@@ -82,7 +82,7 @@ def stress(tokens: int) -> bool:
     for name, options in CONFIGURATIONS.items():
         for weights in ("random", "trained"):
             torch.manual_seed(0)
-            memory = SelfModifying(SelfModifyingConfig(width=32, heads=2, **options))
+            memory = SelfModifying(SelfModifyingConfig(width=16, heads=2, **options))
             if weights == "trained":
                 train(memory)
             else:

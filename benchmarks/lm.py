@@ -38,7 +38,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 RATES = (1.5e-3, 3e-3, 6e-3)
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
-LENGTH, ROWS, STEPS, FURTHER = 512, 4, 100, 8
+LENGTH, ROWS, FURTHER = 512, 4, 8
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -128,20 +128,20 @@ def run(arm: str, rate: float, seed: int, steps: int, folder: Path) -> dict[str,
     return result
 
 
-def study(store: Store, folder: Path, arms: list[str], seeds: list[int]) -> None:
+def study(store: Store, folder: Path, arms: list[str], seeds: list[int], steps: int) -> None:
     """Tune, then run the seeds one after another, so that a stopped study is balanced."""
     trials = [(arm, rate) for arm in arms if arm != "hope_printed" for rate in RATES]
     for arm, rate in watched(trials, lambda job: f"{job[0]} at rate {job[1]:g}"):
-        key = f"tune/{arm}/{rate:g}"
+        key = f"tune/{steps}/{arm}/{rate:g}"
         if key not in store:
-            store.add(key, run(arm, rate, TUNING_SEED, STEPS // 2, folder))
+            store.add(key, run(arm, rate, TUNING_SEED, steps // 2, folder))
     jobs = [(arm, seed) for seed in seeds for arm in arms]
     for arm, seed in watched(jobs, lambda job: f"{job[0]}, seed {job[1]}"):
         tuned = "hope" if arm == "hope_printed" else arm
-        rate = min(RATES, key=lambda rate, a=tuned: store.get(f"tune/{a}/{rate:g}")["valid"])
-        key = f"run/{arm}/{seed}"
+        tried = {rate: store.get(f"tune/{steps}/{tuned}/{rate:g}")["valid"] for rate in RATES}
+        key = f"run/{steps}/{arm}/{seed}"
         if key not in store:
-            store.add(key, run(arm, rate, seed, STEPS, folder))
+            store.add(key, run(arm, min(tried, key=tried.__getitem__), seed, steps, folder))
 
 
 def main() -> None:
@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "lm.md")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--steps", type=int, default=60, help="of training; tuning takes half")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     store = Store(options.runs, options.page.with_suffix(".json"))
@@ -160,8 +161,10 @@ def main() -> None:
         keep_memory()
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
-        study(store, options.data, options.arms, options.seeds)
-    page(store.gather(), options.page, length=LENGTH, rows=ROWS, size=SIZE)
+        study(store, options.data, options.arms, options.seeds, options.steps)
+    stored = store.gather()
+    chosen = {key: r for key, r in stored.items() if int(key.split("/")[1]) == options.steps}
+    page(chosen, options.page, length=LENGTH, rows=ROWS, size=SIZE)
     print(options.page.read_text())
 
 
