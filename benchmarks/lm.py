@@ -36,7 +36,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "deltanet": ("deltanet", {}),
     "hope_printed": ("hope", {"self_modifying": {"anchored": False}}),
 }
-RATES = (1.5e-3, 3e-3, 6e-3)
+RATES = (3e-3, 6e-3, 12e-3)
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 LENGTH, ROWS, FURTHER = 512, 4, 8
 ROOT = Path(__file__).resolve().parents[1]
