@@ -234,7 +234,7 @@ def _loop(part: dict[str, Any], docs: Path) -> list[str]:
         " and still end higher. That A returns *faster* needs the loss itself, or the share of the"
         " rise by B that is undone, to be better too. Rates differ between the arms and were not"
         " tuned for this task. A lesion takes away the levels that hold most of what was learned"
-        " (the fastest keeps 90% per update), so its effect is no proof of a role in savings alone.",
+        " (the fastest keeps 90% per update), so its effect alone proves little about savings.",
         "",
     ]
     for arm, entry in part.items():
