@@ -34,6 +34,11 @@ def test_the_best_form_of_forgetting_sees_late_peaks():
     assert metrics.forgetting(r, best=True) == pytest.approx((0.4 + 0.0) / 2)
 
 
+def test_the_share_forgotten_is_relative_to_what_was_learned():
+    assert metrics.forgotten_share(R) == pytest.approx(0.35 / 0.85)
+    assert metrics.forgotten_share([[0.0, 0.0], [0.0, 0.5]]) == 0.0
+
+
 def test_one_task_forgets_nothing():
     assert metrics.forgetting([[0.7]]) == 0.0
     assert metrics.forward_transfer([[0.7]], [0.1]) == 0.0

@@ -74,3 +74,21 @@ def test_wrong_settings_are_refused():
     for wrong in ({"lr": -1.0}, {"keep": 0.0}, {"chunk": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Retaining([layer.weight], inputs=capture(layer), **wrong)
+
+
+def test_a_long_float32_stream_of_skewed_inputs_stays_exact():
+    """Directions of very different size, a weak prior: a float32 memory would drift off."""
+    size = torch.logspace(0, -3, 12)
+    x = torch.randn(4096, 12) * size + 3.0 * size  # a common mean, as features have
+    y = x @ torch.randn(12, 2) / size[0] + 0.1 * torch.randn(4096, 2)
+    layer = nn.Linear(12, 2, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = Retaining(layer.parameters(), inputs=capture(layer), keep=1e-4)
+    for rows, target in zip(x.split(16), y.split(16), strict=True):
+        optimizer.zero_grad()
+        (0.5 * (layer(rows) - target).square().sum(1).mean()).backward()
+        optimizer.step()
+    a = x.double()
+    ridge = torch.linalg.solve(1e-4 * torch.eye(12).double() + a.T @ a, a.T @ y.double()).T
+    read = layer(x).double() - a @ ridge.T
+    assert read.abs().max() < 1e-3

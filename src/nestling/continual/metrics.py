@@ -20,6 +20,7 @@ __all__ = [
     "backward_transfer",
     "difference",
     "forgetting",
+    "forgotten_share",
     "forward_transfer",
     "interval",
     "intransigence",
@@ -49,6 +50,16 @@ def forgetting(r: ArrayLike, *, best: bool = False) -> float:
     else:
         start = np.diagonal(r)[:-1]
     return float((start - last).mean())
+
+
+def forgotten_share(r: ArrayLike) -> float:
+    """`forgetting` as a share of what was learned: over the mean of `R[j, j]` of the same tasks.
+
+    A learner that learns little has little to forget; this compares learners that differ in that.
+    """
+    r = _matrix(r)
+    learned = float(np.diagonal(r)[:-1].mean()) if len(r) > 1 else 0.0
+    return forgetting(r) / learned if learned > 0 else 0.0
 
 
 def backward_transfer(r: ArrayLike) -> float:

@@ -60,7 +60,8 @@ class Retaining(Optimizer):
         Retaining(weights, lr=1.0, keep=100.0, inputs=capture(model))
 
     The loss is a mean over rows. `chunk` steps are collected before the level changes. `keep` is
-    the prior's strength in units of squared input: the larger, the slower the first writes.
+    the prior's strength in units of squared input: the larger, the slower the first writes. The
+    memory is kept in float64: after some ten thousand inputs float32 loses its smallest directions.
     """
 
     def __init__(
@@ -119,8 +120,9 @@ class Retaining(Optimizer):
     def _release(self, weight: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
         if "memory" not in state:
-            eye = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+            eye = torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
             state["memory"] = eye / group["keep"]
-        x, grad = torch.cat(state.pop("rows")), state.pop("grad")
-        moved, state["memory"] = retaining_step(weight, grad, state["memory"], x, group["lr"])
+        x, grad = torch.cat(state.pop("rows")).double(), state.pop("grad").double()
+        exact = weight.double()
+        moved, state["memory"] = retaining_step(exact, grad, state["memory"], x, group["lr"])
         weight.copy_(moved)
