@@ -134,9 +134,9 @@ Hope runs at chunk 1, which is Eq. 83-88 to the letter: every value is the memor
 normalised, at the state before the token. That makes the recurrence nonlinear, so that a state can
 be held at a fixed length for ever: with `v = -k` and a rate of 1, `M k` becomes `-M k / |M k|`. In
 larger chunks the recurrence is linear within a chunk. Rates reach twice the retention
-(`negative=True`), and start at 0.1 in one head and at 1 in the other (`rates=(0.1, 1.0)`), as writes
-that add up and writes that replace. DeltaNet's rates end at 1, so its eigenvalues are not below
-zero.
+(`negative=True`), and start at 0.1 in one head and at 1 in the other (`rates=(0.1, 1.0)`), as
+writes that add up and writes that replace. DeltaNet's rates end at 1, so its eigenvalues are not
+below zero.
 """
     write_atomic(path, text.encode())
     return listed + "\n" + table(runs, "bin0") + "\n" + table(runs, "bin1")

@@ -208,6 +208,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def percent(values: list[float]) -> str:
-    """`mean ± half`, in percent; without the half where all values are the same."""
+    """`mean ± half`, in percent; without the half where all values are the same, or under three."""
     mean, half = (100 * x for x in interval(values))
-    return f"{mean:.1f} ± {half:.1f}" if half else f"{mean:.0f}" if mean == 100 else f"{mean:.1f}"
+    if half and len(values) > 2:
+        return f"{mean:.1f} ± {half:.1f}"
+    return f"{mean:.0f}" if mean == 100 else f"{mean:.1f}"
