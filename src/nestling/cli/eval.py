@@ -12,6 +12,7 @@ _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
   nestling eval runs/tiny/model book.txt --bins 12 --out loss.json
   nestling eval runs/tiny/model --tasks wikitext,lambada_openai       (needs nestling[eval])
+  nestling eval runs/tiny/model --tasks mine --include my_tasks --limit 200
 
 A file is read as one stream, in constant memory for models whose memory has a fixed size, so the
 loss at position 100,000 is the loss of a model that has read all of it."""
@@ -30,6 +31,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
     made.add_argument("--tokens", type=int, help="read at most this many tokens")
     made.add_argument("--tasks", help="lm-eval tasks, separated by commas")
+    made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
+    made.add_argument("--limit", type=int, help="examples per task")
     made.add_argument("--out", type=Path, help="write the figures as JSON")
     return made
 
@@ -38,6 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was measured."""
     if (arguments.file is None) == (arguments.tasks is None):
         raise ValueError("give a file to read, or --tasks")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
+    if arguments.include is not None and not arguments.include.is_dir():
+        raise ValueError(f"--include: {arguments.include} is not a folder")
     found = _tasks(arguments) if arguments.tasks else _file(arguments)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -67,11 +74,22 @@ def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
+    from lm_eval.tasks import TaskManager
+
     from nestling.cli.generate import load
 
+    include = None if arguments.include is None else str(arguments.include)
+    known = TaskManager(include_path=include)
+    wanted = arguments.tasks.split(",")
+    unknown = [task for task in wanted if task not in known.all_tasks]
+    if unknown:
+        raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
     model, tokenizer = load(arguments.model)
     results = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=arguments.tasks.split(",")
+        model=HFLM(pretrained=model, tokenizer=tokenizer),
+        tasks=wanted,
+        task_manager=known,
+        limit=arguments.limit,
     )["results"]
     for task, figures in results.items():
         for name, value in figures.items():
