@@ -16,6 +16,7 @@ NAMES = {
     "deltanet": "DeltaNet",
     "linear": "linear attention",
 }
+NO_VERDICT = "Only the trials were run, on one seed: no verdict.\n"
 Runs = dict[str, dict[str, Any]]
 
 
@@ -82,8 +83,7 @@ State counts what a model carries per sequence, convolution's tail included. Hop
 (main, k, v, rate, retention), of which only the main one is read: at equal state its main memory is
 a fifth of DeltaNet's.
 
-{listed if runs else ""}
-{table(runs) if runs else "Only the trials were run so far: one seed, so no verdict."}
+{listed + chr(10) if runs else ""}{table(runs) if runs else NO_VERDICT}
 ## Trials
 
 {trials(tried)}"""
