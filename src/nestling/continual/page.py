@@ -174,9 +174,9 @@ trials on a validation stream with a class order that no reported seed uses. "±
 over seeds (Student's t); differences are paired by seed. *shown* / *refuted* mean that the interval
 excludes zero; anything else is *inconclusive*. Forgetting is accuracy when learned minus accuracy
 at the end; *share forgotten* divides it by the accuracy when learned, as a method that learns
-little has little to forget. Even a classifier that forgets nothing (LDA on frozen features) loses some
-accuracy, because classes are added to choose from. Prompting methods (ICL, InCA) answer a sample of
-the test texts. Processor time is that of learning, one thread, on a busy machine.
+little has little to forget. Even a classifier that forgets nothing (LDA on frozen features) loses
+some accuracy, because classes are added to choose from. Prompting methods (ICL, InCA) answer a
+sample of the test texts. Processor time is that of learning, one thread, on a busy machine.
 
 """
 

@@ -61,7 +61,7 @@ class Retaining(Optimizer):
 
     The loss is a mean over rows. `chunk` steps are collected before the level changes. `keep` is
     the prior's strength in units of squared input: the larger, the slower the first writes. The
-    memory is kept in float64: after some ten thousand inputs float32 loses its smallest directions.
+    memory is kept in float64: with a weak prior and skewed inputs a float32 one blows up.
     """
 
     def __init__(
