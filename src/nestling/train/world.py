@@ -153,7 +153,15 @@ def join() -> Iterator[World]:
     if size == 1:
         yield World(device=device)
         return
-    dist.init_process_group("nccl" if cuda else "gloo")
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun may hand the same store to a restarted world, with the addresses of its dead members
+    store = PrefixStore(f"attempt {attempt}", store)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
         yield World(rank=dist.get_rank(), size=size, device=device)
     finally:
