@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    seeds, steps = study.SEEDS, {}
+    seeds, steps = None, {}
     if options.quick:
         seeds, steps = (0, 1), {"steps": 4}
         options.store, options.docs = options.store / "quick", options.store / "quick"

@@ -12,7 +12,10 @@ from tasks import Task
 from training import ARMS, train
 
 TUNING_SEED = 100
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = {
+    "vit": (10, 11, 12, 13, 14),  # 0 to 4 were seen before M3's defaults were settled
+    "lm": tuple(range(10)),
+}
 RATES: dict[str, tuple[float, ...]] = {  # the same number for every arm
     "AdamW": (1e-3, 2e-3, 4e-3, 8e-3),
     "Muon": (4e-3, 8e-3, 16e-3, 32e-3),
@@ -61,11 +64,11 @@ def tune(task: Task, arm: str, store: Store) -> tuple[float, dict[float, float]]
     return min(losses, key=losses.__getitem__), losses
 
 
-def study(task: Task, store: Store, seeds: tuple[int, ...] = SEEDS) -> dict[str, Any]:
+def study(task: Task, store: Store, seeds: tuple[int, ...] | None = None) -> dict[str, Any]:
     """Every arm: its trials, its rate, and one result per seed."""
     results: dict[str, Any] = {}
     rates = {arm: tune(task, arm, store) for arm in ARMS}
-    for seed in seeds:  # seed by seed, so that a stopped study is balanced
+    for seed in seeds or SEEDS[task.name]:  # seed by seed, so that a stopped study is balanced
         for arm in ARMS:
             rate, trials = rates[arm]
             run = store.get(
