@@ -83,7 +83,9 @@ def _diet(page: Page, story: Story) -> None:
             for t in story.trained
         ],
     )
-    drawn = [Line(t.name, *_xy(t.curve)) for t in story.trained if len(t.curve) > 1]
+    order = list(story.positions)  # a reader has the same colour in every picture
+    trained = sorted(story.trained, key=lambda t: order.index(t.name) if t.name in order else -1)
+    drawn = [Line(t.name, *_xy(t.curve)) for t in trained if len(t.curve) > 1]
     if drawn:
         page.figure(
             lines(drawn, x="training step", y="loss (nats per byte)"),
