@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from nestling.cms import Continuum, MemoryLevel, naive, own_slots
 from nestling.rules import adam, adamw, identity, momentum, multiscale, muon
+from nestling.scan import any_order
 
 
 def close(one, other):
@@ -110,6 +111,47 @@ def test_second_order_gradients_of_the_meta_loss(make, layout, ids, transfer):
     for one, other, rough in zip(mine, its, first, strict=True):
         close(one, other)
         assert (one - rough).norm() > 1e-4 * one.norm()  # the second order matters here
+
+
+BASES = {
+    "hope": {},
+    "hope, two layers": {"mixer_options": {"self_modifying": {"chunk": 4, "expansion": 1}}},
+    "hope, stage 1": {
+        "mixer_options": {
+            "self_modifying": {"chunk": 4, "expansion": 1, "adaptive": (), "own_values": False,
+                               "anchored": False}
+        }
+    },
+    "hope, deltanet": {"mixer": "deltanet", "mixer_options": {}},
+    "hope, attention": {"mixer": "attention", "mixer_options": {}},
+    "llama": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_second_order_through_fast_kernels(make, layout, ids, base):
+    """Scans with backward passes written by hand, and fused attention, as they come by default."""
+    model = make(base.split(",")[0], **BASES[base]).double()
+    levels = [
+        MemoryLevel(name="fast", chunk=3, rate=2.0),
+        MemoryLevel(name="slow", chunk=6, rate=1.0),
+    ]
+    slots, ids = layout["share"](model, 2), ids[:, :10]
+    continuum = Continuum(model, levels, slots)
+    mine = meta_gradient(
+        lambda: continuum(ids, meta="second_order").losses[0, 1:].mean(), model, slots
+    )
+    with any_order():
+        its = meta_gradient(
+            lambda: naive(model, levels, slots, ids, second_order=True).losses.mean(), model, slots
+        )
+    first = meta_gradient(
+        lambda: continuum(ids, meta="first_order").losses[0, 1:].mean(), model, slots
+    )
+    for one, other in zip(mine, its, strict=True):
+        close(one, other)
+    apart = sum(float((one - rough).norm()) for one, rough in zip(mine, first, strict=True))
+    assert apart > 1e-4 * sum(float(one.norm()) for one in mine)
 
 
 def test_gradcheck_by_weights_and_rates(make, layout, ids):

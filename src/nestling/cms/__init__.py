@@ -15,6 +15,7 @@ from nestling.cms.core import (
 )
 from nestling.cms.meta import meta_loss
 from nestling.cms.naive import naive
+from nestling.cms.padding import align
 from nestling.cms.slots import own_slots
 from nestling.cms.steps import level_parts
 
@@ -30,6 +31,7 @@ __all__ = [
     "Part",
     "Slot",
     "Update",
+    "align",
     "level_parts",
     "meta_loss",
     "naive",

@@ -9,6 +9,7 @@ the bit.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from nestling.cms.core import ContinuumState, LevelState, Output, Update
 from nestling.cms.reading import Place, Reading
 from nestling.cms.slots import Owned, cut
 from nestling.memories.state import state_detach
+from nestling.scan import any_order
 
 if TYPE_CHECKING:
     from nestling.cms.continuum import Continuum
@@ -154,7 +156,7 @@ class Call:
         reading = Reading(places, batch, record=some, constant=self.constant)
         cache = cache_from(self.model, tree, seen)
         with torch.set_grad_enabled(some or self.meta is not None):
-            with reading:
+            with reading, any_order() if self.graph else nullcontext():
                 out = self.model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
             losses = _pair_losses(out.logits, tokens[:, 1:])  # [B, n]
             learned = losses if bool(wanted.all()) else losses * wanted

@@ -1,9 +1,15 @@
 """Fast weights as differences: full matrices, or factors that stay exact until a rank is exceeded.
 
 A difference is None (zero), a Tensor [B, Do, Di], or `Factors` (left right^T). Truncation keeps the
-best approximation of the given rank. For `m` columns in all it is exact: QR of both sides and the
-singular values of an m x m matrix. For many columns (a long chunk) the range is found by subspace
-iteration instead, with a few more columns than asked: products with tall thin matrices only.
+best approximation of the given rank, by whichever way is cheapest:
+
+- few columns: QR of both sides and the singular values of what is between (`_exact`);
+- more: with the Gram matrices `gl = left^T left` and `gr = right^T right` every product with
+  `M M^T` is one with `gr gl` in the space of the columns, `M M^T (left a) = left (gr gl a)`, so
+  subspace iteration touches only small matrices (`_by_grams`);
+- so many that the matrix itself is smaller: subspace iteration on it (`_by_matrix`).
+
+Subspace iteration carries a few more columns than asked for.
 """
 
 from __future__ import annotations
@@ -13,10 +19,10 @@ from torch import Tensor
 
 from nestling.cms.core import Factors, Fast, Part
 
-__all__ = ["add", "dense", "merge", "norm2", "read", "scale", "truncate"]
+__all__ = ["add", "dense", "merge", "norm2", "read", "scale", "smaller", "truncate"]
 
-EXACT = 96
-"""Up to so many columns truncation is by QR and SVD."""
+EXTRA = 8
+"""Columns of a subspace beyond the rank asked for."""
 
 
 def dense(fast: Tensor | Factors) -> Tensor:
@@ -31,14 +37,17 @@ def read(x: Tensor, fast: Tensor | Factors) -> Tensor:
     return x @ fast.mT.to(x.dtype)
 
 
+def smaller(columns: int, outputs: int, inputs: int) -> bool:
+    """Whether factors of so many columns take less room than the matrix."""
+    return columns * (outputs + inputs) < outputs * inputs
+
+
 def norm2(fast: Fast) -> Tensor | float:
     """The squared Frobenius norm of each sequence's difference: [B]."""
     if fast is None:
         return 0.0
     if isinstance(fast, Factors):
-        return (
-            ((fast.left.mT @ fast.left) * (fast.right.mT @ fast.right)).sum((-2, -1)).clamp(min=0)
-        )
+        return _norm2(*fast).clamp(min=0)
     return torch.linalg.vector_norm(fast, dim=(-2, -1)).square()
 
 
@@ -50,15 +59,17 @@ def scale(fast: Fast, factor: Tensor | float) -> Fast:
 
 
 def add(one: Fast, other: Fast) -> Fast:
-    """The sum of two differences of the same kind (factors are joined, not truncated)."""
+    """The sum of two differences (factors are joined, not truncated; with a matrix, a matrix)."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, Factors) and isinstance(other, Factors):
         left = torch.cat([one.left, other.left], -1)
         return Factors(left, torch.cat([one.right, other.right], -1))
-    if isinstance(one, Factors) or isinstance(other, Factors):
-        raise TypeError("a full difference cannot be added to factors")
-    return one + other
+    if isinstance(one, Factors):
+        one, other = other, one
+    if isinstance(other, Factors):
+        return torch.baddbmm(dense(one), other.left, other.right.mT)
+    return dense(one) + other
 
 
 def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
@@ -79,24 +90,19 @@ def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
     return total.to(base.dtype)
 
 
-def truncate(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
+def truncate(fast: Tensor | Factors, rank: int) -> tuple[Factors, Tensor]:
     """The best approximation of at most `rank` columns, and the norm of what it drops: [B]."""
-    left, right = factors
+    if isinstance(fast, Tensor):
+        return _by_matrix(fast, rank)
+    left, right = fast
     columns = left.shape[-1]
     if columns <= rank:
-        return factors, left.new_zeros(left.shape[0])
-    if columns <= EXACT or columns <= 2 * rank:
+        return fast, left.new_zeros(left.shape[0])
+    if columns <= max(2 * rank, rank + EXTRA):
         return _exact(left, right, rank)
-    # The range of M = left right^T by subspace iteration from a fixed start, then exact in it.
-    generator = torch.Generator().manual_seed(columns)
-    start = torch.randn(columns, min(rank + 8, columns), generator=generator, dtype=left.dtype)
-    basis, _ = torch.linalg.qr(left @ start.to(left.device))  # [B, Do, r + 8]
-    for _ in range(2):
-        back, _ = torch.linalg.qr(right @ (left.mT @ basis))
-        basis, _ = torch.linalg.qr(left @ (right.mT @ back))
-    kept, _ = _exact(basis, right @ (left.mT @ basis), rank)
-    dropped = (_norm2(left, right) - _norm2(*kept)).clamp(min=0).sqrt()
-    return kept, dropped
+    if smaller(columns, left.shape[-2], right.shape[-2]):
+        return _by_grams(left, right, rank)
+    return _by_matrix(left @ right.mT, rank)
 
 
 def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
@@ -108,5 +114,59 @@ def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
     return kept, torch.linalg.vector_norm(sizes[..., rank:], dim=-1)
 
 
+def _by_grams(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
+    """Subspace iteration in the space of the columns, in float64."""
+    gl, gr = ((side.mT @ side).double() for side in (left, right))  # [B, m, m]
+    a = _start(gl.shape[-1], rank, gl).expand(gl.shape[0], -1, -1)
+    for _ in range(2):
+        for _ in range(2):
+            a = gr @ (gl @ a)
+        a, _ = torch.linalg.qr(a)
+    sizes, turn = torch.linalg.eigh(a.mT @ gl @ a)
+    a = a @ (turn * _inverse(sizes).sqrt().unsqueeze(-2))  # left a is orthonormal
+    c = gl @ a  # M^T (left a) = right c
+    squares, turn = torch.linalg.eigh(c.mT @ gr @ c)
+    best = turn[..., -rank:]
+    root = squares[..., None, -rank:].clamp(min=0).sqrt().sqrt()
+    kept = Factors(
+        left @ (a @ best * root).to(left.dtype),
+        right @ (c @ best * _inverse(root)).to(right.dtype),
+    )
+    total, most = (gl * gr).sum((-2, -1)), squares[..., -rank:].sum(-1)
+    return kept, _dropped(total, most, left.dtype)
+
+
+def _by_matrix(matrix: Tensor, rank: int) -> tuple[Factors, Tensor]:
+    """Subspace iteration on the matrix itself."""
+    basis, _ = torch.linalg.qr(matrix @ _start(matrix.shape[-1], rank, matrix))
+    for _ in range(2):
+        back, _ = torch.linalg.qr(matrix.mT @ basis)
+        basis, _ = torch.linalg.qr(matrix @ back)
+    kept, _ = _exact(basis, matrix.mT @ basis, rank)
+    total = torch.linalg.vector_norm(matrix, dim=(-2, -1)).square()
+    return kept, _dropped(total, _norm2(*kept), matrix.dtype)
+
+
+def _start(rows: int, rank: int, like: Tensor) -> Tensor:
+    """The same random columns every time: [rows, rank + EXTRA]."""
+    generator = torch.Generator().manual_seed(rows)
+    start = torch.randn(rows, min(rank + EXTRA, rows), generator=generator, dtype=torch.float64)
+    return start.to(like)
+
+
+def _inverse(sizes: Tensor) -> Tensor:
+    """1 / sizes; 0 for what is zero beside the largest."""
+    least = sizes.amax(-1, keepdim=True) * torch.finfo(sizes.dtype).eps * sizes.shape[-1]
+    return torch.where(sizes > least, 1.0 / sizes, torch.zeros_like(sizes))
+
+
+def _dropped(total: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norm of what is missing, [B]; nothing where the squares differ by rounding only."""
+    gap, least = total - kept, 64 * torch.finfo(dtype).eps * total
+    return torch.where(gap > least, gap, torch.zeros_like(gap)).sqrt().to(dtype)
+
+
 def _norm2(left: Tensor, right: Tensor) -> Tensor:
+    if not smaller(left.shape[-1], left.shape[-2], right.shape[-2]):
+        return torch.linalg.vector_norm(left @ right.mT, dim=(-2, -1)).square()
     return ((left.mT @ left) * (right.mT @ right)).sum((-2, -1))

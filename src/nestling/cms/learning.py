@@ -43,9 +43,11 @@ class Segment:
             self._formed[key] = (surprise.mT @ x).to(dtype)
         return self._formed[key]
 
-    def factors(self, own: Owned, dtype: torch.dtype) -> Factors:
-        """The same gradient as factors."""
+    def compact(self, own: Owned, dtype: torch.dtype) -> Tensor | Factors:
+        """The same gradient as factors, unless the matrix is smaller."""
         x, surprise = self._part(own)
+        if not differences.smaller(x.shape[1], surprise.shape[-1], x.shape[-1]):
+            return self.gradient(own, dtype)
         return Factors(surprise.mT.to(dtype), x.mT.to(dtype))
 
     def pairs(self, own: Owned) -> Pairs:
@@ -96,8 +98,8 @@ def collect(state: LevelState, segment: Segment, plan: Plan, number: int) -> Lev
         if level.rank is None:
             new = differences.add(old, segment.gradient(own, dtype))
         else:
-            new = differences.add(old, segment.factors(own, dtype))
-            if old is not None and isinstance(new, Factors):
+            new = differences.add(old, segment.compact(own, dtype))
+            if old is not None and new is not None:
                 new, dropped = differences.truncate(new, 4 * level.rank)
                 lost = lost + dropped
         sums.append(new)
@@ -117,7 +119,7 @@ def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
     lost = state.lost
     if rank is not None:
         for place, new in enumerate(sums):
-            if isinstance(new, Factors):
+            if new is not None:
                 sums[place], dropped = differences.truncate(new, 4 * rank)
                 lost = lost + dropped
     both = zip(state.pairs, faster.pairs, strict=True)
@@ -157,7 +159,7 @@ def release(
             retain = level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
             after = _descend(state.fast[place], state.sums[place], rate, factor, retain)
             memory = None
-            if level.rank is not None and isinstance(after, Factors):
+            if level.rank is not None and after is not None:
                 after, dropped = differences.truncate(after, level.rank)
                 lost = lost + dropped
         else:
@@ -229,7 +231,7 @@ def remember(state: LevelState, rank: int | None) -> LevelState:
     """Keep a finished chunk for the slower level, which learns the initial state from it."""
     outer = [differences.add(old, new) for old, new in zip(state.outer, state.sums, strict=True)]
     for place, new in enumerate(outer):
-        if rank is not None and isinstance(new, Factors):
+        if rank is not None and new is not None:
             outer[place], _ = differences.truncate(new, 4 * rank)
     return state._replace(
         outer=tuple(outer),
@@ -262,7 +264,7 @@ def transfer(state: LevelState, plan: Plan, number: int, *, rate: Rate, graph: b
     elif plan.transfer == "second_order":
         starts = _second_order(state, plan, strength, graph)
     for place, new in enumerate(starts):
-        if rank is not None and isinstance(new, Factors):
+        if rank is not None and new is not None:
             starts[place], dropped = differences.truncate(new, rank)
             lost = lost + dropped
     nothing = (None,) * len(state.fast)

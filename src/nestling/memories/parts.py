@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from nestling.memories.core import state_dtype
 from nestling.norm import rms_norm
+from nestling.scan.orders import is_any_order
 
 __all__ = [
     "CausalConv",
@@ -47,6 +48,15 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """[B, H, T, D / H] -> [B, T, D]."""
     return x.transpose(1, 2).flatten(2)
+
+
+def _taps(x: Tensor, weight: Tensor) -> Tensor:
+    """`_Taps` in plain operations, differentiable to any order."""
+    tokens = x.shape[1] - weight.shape[0] + 1
+    y = x[:, :tokens] * weight[0]
+    for i in range(1, weight.shape[0]):
+        y = y + x[:, i : i + tokens] * weight[i]
+    return y
 
 
 class _Taps(torch.autograd.Function):
@@ -103,7 +113,8 @@ class CausalConv(nn.Module):
         if size == 1:
             return x * self.weight[0], tail
         longer = torch.cat([tail.to(x.dtype), x], 1)
-        y: Tensor = _Taps.apply(longer, self.weight.to(x.dtype))
+        taps = _taps if is_any_order() else _Taps.apply
+        y: Tensor = taps(longer, self.weight.to(x.dtype))
         if valid is None:
             return y, longer[:, tokens:].to(tail.dtype)
         last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)

@@ -6,12 +6,14 @@ from nestling.scan.mlp import scan_mlp
 from nestling.scan.mlp_naive import mlp_naive
 from nestling.scan.mlp_types import MLPState
 from nestling.scan.naive import scan_naive
+from nestling.scan.orders import any_order
 from nestling.scan.self_modifying import scan_self_modifying
 
 __all__ = [
     "BACKENDS",
     "MLPState",
     "MomentumState",
+    "any_order",
     "mlp_naive",
     "scan",
     "scan_mlp",

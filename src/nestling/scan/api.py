@@ -12,6 +12,7 @@ from nestling.scan.chunk import scan_chunk_autograd
 from nestling.scan.fla import scan_fla
 from nestling.scan.naive import run_naive
 from nestling.scan.op import scan_chunk
+from nestling.scan.orders import is_any_order
 
 __all__ = ["BACKENDS", "scan"]
 
@@ -75,14 +76,16 @@ def scan(
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
     backend: a name from `BACKENDS`. None and `chunk`: chunked, hand-written backward pass, once
         differentiable; `chunk_autograd`: chunked, differentiable to any order; `naive`: token by
-        token (None picks it for a single token); `fla`: CUDA, see `nestling.scan.fla`.
+        token (None picks it for a single token, and `chunk_autograd` inside `any_order()`);
+        `fla`: CUDA, see `nestling.scan.fla`.
     """
     check_scan(
         state, x, u, rate, retain, queries,
         rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
     )  # fmt: skip
     if backend is None:
-        backend = "naive" if x.shape[-2] <= 1 else "chunk"
+        several = "chunk_autograd" if is_any_order() else "chunk"
+        backend = "naive" if x.shape[-2] <= 1 else several
     if backend not in BACKENDS:
         words = ", ".join(repr(word) for word in BACKENDS)
         raise ValueError(f"backend must be None or one of {words}; got {backend!r}")

@@ -37,6 +37,7 @@ from nestling.scan.mlp_chunk import (
 from nestling.scan.mlp_chunk import read as read_chunk
 from nestling.scan.mlp_naive import compose
 from nestling.scan.mlp_types import MLPState, Sigma, check_mlp, is_l2, silu
+from nestling.scan.orders import is_any_order
 
 __all__ = ["scan_mlp"]
 
@@ -88,11 +89,12 @@ def scan_mlp(
         clip=clip, momentum=momentum, check=check,
     )  # fmt: skip
     tokens = x.shape[-2]
-    begun = tokens if momentum is not None else min(-state.position % chunk, tokens)
+    composed = momentum is not None or is_any_order()
+    begun = tokens if composed else min(-state.position % chunk, tokens)
     how = How(is_l2(objective), rule == "dgd", clip, bound_inputs, sigma)
     inputs = (x, v, rate, retain, queries)
     parts: list[Tensor | None] = []
-    if begun or not tokens:  # inside a chunk, or with momentum: two matrix scans
+    if begun or not tokens:  # two matrix scans, of any order too
         first = _part(inputs, 0, begun)
         y, state = compose(
             scan, state, *first,  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from nestling.objectives import dot, l2
 from nestling.scan.mlp import scan_mlp
 from nestling.scan.mlp_types import MLPState
+from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying_deep import fits, scan_deep
 from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_matrix import one_token
@@ -71,6 +72,8 @@ def _scan(
     position: int | Tensor,
     recompute: bool,
 ) -> tuple[Tensor, Weights, Weights]:
+    if is_any_order() and not isinstance(position, Tensor):
+        return _scan_together(rule, inputs, weights, start, position)
     plain = weights.second is None and weights.moved is None
     if plain and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
         return _scan_one(rule, inputs, weights, start, position)
@@ -167,7 +170,7 @@ def _scan_known(
 
 def _run(rule: SelfRule, part: Inputs, weights: Weights, start: Weights) -> tuple[Tensor, Weights]:
     """One segment; in training only its ends are kept and the inside is computed again."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_any_order():
         return segment(rule, part, weights, start)
     result: Any = checkpoint(
         segment, rule, part, weights, start, use_reentrant=False, preserve_rng_state=False
