@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.continual.features import encode, features_of
+from nestling.continual.features import Encoded, Features, encode, features_of
 from nestling.continual.streams import (
     STREAMS,
     Dataset,
@@ -97,5 +97,7 @@ def test_last_token_pooling_is_the_models_own_hidden_state(base):
     ids = base.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     with torch.no_grad():
         expected = base.model.model(input_ids=ids).last_hidden_state[:, -1]
-        top = make_top(base, torch.zeros(2, 16))
+        empty = Encoded(x=x[:0], y=torch.zeros(0, dtype=torch.long))
+        given = Features(train=empty, valid=empty, test=empty, labels=torch.zeros(2, 16))
+        top = make_top(base, given)
         assert torch.allclose(top.hidden(x), expected, atol=1e-5)

@@ -8,11 +8,11 @@ import math
 import pytest
 
 from nestling.continual import metrics
-from nestling.continual.page import compare, summary, verdict, write_page
+from nestling.continual.page import compare, summary, write_page
 from nestling.continual.streams import Dataset, Split
 from nestling.continual.study import TUNING_SEED, Plan, Store, Study
 
-PLAN = Plan(rows=4, tuning_share=0.5, prompt_sample=4)
+PLAN = Plan(rows=4, prompt_sample=4)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeyp
     study = Study(transformer, dataset, tmp_path, store, PLAN)
     found = [study.run(method, seed) for seed in (0, 1) for method in ("lda", "sequential")]
     files = sorted((tmp_path / "results").rglob("*.json"))
-    assert len([f for f in files if f.name.startswith("tuning")]) == 12 + 9 + 3
+    assert len([f for f in files if f.name.startswith("tuning")]) == 8 + 8
     again = Study(transformer, dataset, tmp_path, store, PLAN)
     monkeypatch.setattr(again, "_run", lambda *_: pytest.fail("ran again"))
     assert [again.run(m, s) for s in (0, 1) for m in ("lda", "sequential")] == found
@@ -63,7 +63,7 @@ def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkey
 def made_up(method: str, seed: int, last: float) -> dict:
     return {
         "facts": {
-            "base": "b", "stream": "s", "readout": "head", "classes": 4, "examples": 9, "epochs": 1,
+            "base": "b", "stream": "s", "readout": "head", "classes": 4, "examples": 9,
             "method": method, "setting": {"lr": 0.1}, "seed": seed,
         },
         "matrix": [[0.9, 0.0], [last, 0.8]],
@@ -92,10 +92,10 @@ def test_the_page_states_verdicts(tmp_path):
 
 
 def test_verdicts():
-    assert verdict(metrics.Interval(0.1, 0.05)) == "shown"
-    assert verdict(metrics.Interval(0.1, 0.05), higher=False) == "refuted"
-    assert verdict(metrics.Interval(0.1, 0.2)) == "inconclusive"
-    assert verdict(metrics.Interval(0.1, math.nan)) == "inconclusive"
+    assert metrics.verdict(metrics.Interval(0.1, 0.05)) == "shown"
+    assert metrics.verdict(metrics.Interval(0.1, 0.05), higher=False) == "refuted"
+    assert metrics.verdict(metrics.Interval(0.1, 0.2)) == "inconclusive"
+    assert metrics.verdict(metrics.Interval(0.1, math.nan)) == "inconclusive"
     with pytest.raises(ValueError, match="no seed"):
         compare({0: made_up("a", 0, 0.1)}, {1: made_up("b", 1, 0.1)}, "accuracy")
 

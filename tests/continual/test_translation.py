@@ -6,13 +6,27 @@ import pytest
 import torch
 
 from nestling.continual.study import Store
-from nestling.continual.translation import Language, chrf, cipher, indonesian, kalamang, manchu
-from nestling.continual.translation_study import Translator, levels_of, run_translation
+from nestling.continual.translation import (
+    Language,
+    chrf,
+    cipher,
+    indonesian,
+    kalamang,
+    manchu,
+    word_tokenizer,
+)
+from nestling.continual.translation_page import translation_part
+from nestling.continual.translation_study import run_translation
+from nestling.continual.translator import Translator, levels_of
 
 
 def test_kalamang_and_indonesian(shared_data):
     for language in (kalamang(shared_data), indonesian(shared_data)):
         assert (len(language.train), len(language.test)) == (400, 50)
+    held_out = set(kalamang(shared_data, valid=True).test)
+    for seed in range(3):
+        other = kalamang(shared_data, seed=seed, train=2000)
+        assert not held_out & {*other.train, *other.test}
     assert kalamang(shared_data, seed=1) != kalamang(shared_data)
 
 
@@ -82,13 +96,44 @@ def test_a_translator_learns_a_pair_by_heart():
     made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), 2, lr=1e-2)
     pairs = (("ba", "cat"), ("ce", "dog"))
     made.learn(pairs, epochs=80, seed=0)
-    assert [made.translate("", s) for s, _ in pairs] == ["cat", "dog"]
+    assert made.translate([s for s, _ in pairs]) == ["cat", "dog"]
+    assert made.translate(["ba", "ce", "ba ce"])[:2] == ["cat", "dog"]  # lengths apart
 
 
 def test_the_quick_study_is_stored(tmp_path, monkeypatch):
     monkeypatch.setattr("nestling.continual.translation_study.LEARNERS", ("hope-2", "icl"))
     said: list[str] = []
     store = Store(tmp_path)
-    text = run_translation(tmp_path, tmp_path, store, seeds=1, quick=True, say=said.append)
-    assert "cipher A then cipher B" in text
-    assert len(list(store.read())) == 6 == len(said)
+    run_translation(tmp_path, tmp_path, store, seeds=1, quick=True, say=said.append)
+    assert len(list(store.read("seed"))) == 2 == len(said)
+    text = "\n".join(translation_part(store, quick=True))
+    assert "enciphered, quick: A then B | hope-2" in text
+    assert translation_part(store) == []  # a quick run is no result
+
+
+def test_claims_about_languages_get_a_verdict(tmp_path):
+    store = Store(tmp_path)
+    for seed in range(3):
+        for learner, kept in (("hope-1", 20.0), ("hope-3", 90.0), ("icl", 10.0)):
+            facts = {
+                "kind": "translation", "problem": "enciphered", "order": "A then B", "rate": 0.1,
+                "learner": learner, "seed": seed,
+            }  # fmt: skip
+            run = {"first alone": 95.0, "second alone": 95.0, "second at the end": 95.0}
+            run["first at the end"] = kept + seed
+            store.get((learner, f"seed{seed}"), lambda run=run: run, facts)
+    text = translation_part(store)
+    verdicts = {line.split(" | ")[0]: line for line in text if "**" in line}
+    assert "**shown**" in verdicts["| Hope-3 keeps more of the first language than Hope-1"]
+    assert "**shown**" in verdicts["| Hope-3 nearly recovers learning alone (over 90%)"]
+    assert "**refuted**" in verdicts["| Hope-1 nearly recovers learning alone (over 90%)"]
+
+
+def test_the_word_tokenizer_knows_every_word():
+    tokenizer = word_tokenizer()
+    language = cipher("A", 3, train=50, test=5)
+    for sentence, english in language.train:
+        line = f"{sentence} = {english}\n"
+        ids = tokenizer(line, add_special_tokens=False).input_ids
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == f"{sentence} = {english} \n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("stream", help=f"{', '.join(STREAMS)}, all, translate, or page")
     made.add_argument("--data", type=Path, help="folder of the data sets")
     made.add_argument("--base", default="transformer", help="transformer, hope, .gguf or folder")
+    made.add_argument("--pretrained", help="all: a pretrained model to study on slices as well")
     made.add_argument("--method", action="append", help="one or more methods (default: all)")
-    made.add_argument("--seeds", type=int, default=5, help="class orders and seeds, from 0")
+    made.add_argument("--seeds", type=int, default=5, help="how many class orders and seeds")
+    made.add_argument("--first-seed", type=int, default=10, help="the first of them")
     made.add_argument("--readout", default="head", help="head, or label (text scored by the LM)")
-    made.add_argument("--epochs", type=int, default=1, help="passes over each task")
-    made.add_argument("--per-class", type=int, help="at most so many training examples of a class")
+    made.add_argument("--per-class", type=int, help="at most so many examples of a class")
     made.add_argument("--manchu", type=Path, help="translate: a folder with the Manchu set")
     made.add_argument("--cache", type=Path, default=Path("runs/continual"), help="models, runs")
     made.add_argument("--out", type=Path, help="write the results page into this folder")
@@ -49,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is missing, print a table, and write the page if asked."""
+    """Run what is missing, print tables, and write the page if asked."""
     known = (*STREAMS, "all", "translate", "page")
     if arguments.stream not in known:
         raise ValueError(f"unknown stream {arguments.stream!r}; known: {', '.join(known)}")
@@ -61,75 +63,97 @@ def run(arguments: argparse.Namespace) -> int:
         from nestling.host import keep_memory
 
         keep_memory()
-        if arguments.stream == "translate":
+        if arguments.stream != "translate":
+            for stage in _stages(arguments):
+                _classify(arguments, stage)
+        if arguments.stream in ("translate", "all"):
             _translate(arguments)
-        else:
-            _classify(arguments)
     if arguments.out is not None or arguments.stream == "page":
         from nestling.continual.page import write_page
 
-        path = write_page(arguments.cache / "results", arguments.out or Path("docs/results"))
+        path = write_page(arguments.cache / "study", arguments.out or Path("docs/results"))
         print(f"page: {path}")
     return 0
 
 
-def _classify(arguments: argparse.Namespace) -> None:
-    from nestling.continual.base import load_base
+def _stages(arguments: argparse.Namespace) -> list[Any]:
+    """What to run: the whole study, or one stream as the options say."""
     from nestling.continual.methods import METHODS
+    from nestling.continual.stages import Stage, default_methods, stages
+
+    methods = tuple(arguments.method or ())
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
+    if arguments.stream == "all":
+        planned = stages(arguments.pretrained)
+        return [replace(s, methods=tuple(m for m in s.methods if not methods or m in methods))
+                for s in planned]  # fmt: skip
+    return [
+        Stage(
+            base=arguments.base,
+            stream=arguments.stream,
+            methods=methods or default_methods(arguments.readout),
+            readout=arguments.readout,
+            per_class=arguments.per_class,
+        )
+    ]
+
+
+def _classify(arguments: argparse.Namespace, stage: Any) -> None:
+    from nestling.continual.base import load_base
     from nestling.continual.page import summary
     from nestling.continual.streams import load, sliced
     from nestling.continual.study import Plan, Store, Study
 
-    names = STREAMS[:3] if arguments.stream == "all" else (arguments.stream,)
-    methods = arguments.method or list(METHODS)
-    if unknown := [m for m in methods if m not in METHODS]:
-        raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    base = load_base(arguments.base, arguments.data, arguments.cache, quick=arguments.quick)
+    quick = arguments.quick
+    base = load_base(stage.base, arguments.data, arguments.cache, quick=quick)
+    dataset = load(stage.stream, arguments.data)
+    if quick:
+        dataset = sliced(dataset, classes=12, tasks=3, per_class=20)
+    elif stage.per_class:
+        count = len(dataset.classes)
+        dataset = sliced(dataset, classes=count, tasks=dataset.tasks, per_class=stage.per_class)
     plan = Plan(
-        readout=arguments.readout,
-        epochs=arguments.epochs,
-        tune=not (arguments.no_tuning or arguments.quick),
-        prompt_sample=16 if arguments.quick else 64,
+        readout=stage.readout,
+        tune=not (arguments.no_tuning or quick),
+        prompt_sample=16 if quick else 64,
     )
-    seeds = min(arguments.seeds, 2) if arguments.quick else arguments.seeds
-    store = Store(arguments.cache / "results")
-    for name in names:
-        dataset = load(name, arguments.data)
-        if arguments.quick:
-            dataset = sliced(dataset, classes=12, tasks=3, per_class=20)
-        elif arguments.per_class:
-            dataset = sliced(
-                dataset,
-                classes=len(dataset.classes),
-                tasks=dataset.tasks,
-                per_class=arguments.per_class,
-            )
-        study = Study(base, dataset, arguments.cache, store, plan)
-        found = []
-        with _bar(f"{base.name} on {name}", seeds * len(methods)) as advance:
-            for seed in range(seeds):  # seed by seed, so that a stopped study is balanced
-                for method in methods:
-                    advance(f"{method}, seed {seed}")
-                    found.append(study.run(method, seed))
-        print(summary(found))
+    store = Store(arguments.cache / "study")
+    tuned = None
+    if stage.tuned is not None and plan.tune:
+        other = load_base(stage.tuned[0], arguments.data, arguments.cache)
+        stream = load(stage.tuned[1], arguments.data)
+        tuned = Study(other, stream, arguments.cache, store, plan)
+    study = Study(base, dataset, arguments.cache, store, plan, tuned=tuned)
+    seeds = min(arguments.seeds, 2) if quick else arguments.seeds
+    found = []
+    what = f"{base.name} on {stage.stream}, {stage.readout}"
+    with _bar(what, seeds * len(stage.methods)) as advance:
+        for seed in range(arguments.first_seed, arguments.first_seed + seeds):
+            for method in stage.methods:  # seed by seed, so that a stopped study is balanced
+                advance(f"{method}, seed {seed}")
+                found.append(study.run(method, seed))
+    print(f"{what}\n{summary(found)}")
 
 
 def _translate(arguments: argparse.Namespace) -> None:
     from nestling.continual.study import Store
+    from nestling.continual.translation_page import translation_part
     from nestling.continual.translation_study import run_translation
 
-    store = Store(arguments.cache / "results")
+    store = Store(arguments.cache / "study")
     with _bar("translation", None) as advance:
-        table = run_translation(
+        run_translation(
             arguments.data,
             arguments.cache,
             store,
             seeds=min(arguments.seeds, 1) if arguments.quick else arguments.seeds,
+            first=arguments.first_seed,
             manchu=arguments.manchu,
             quick=arguments.quick,
             say=advance,
         )
-    print(table)
+    print("\n".join(translation_part(store, quick=arguments.quick)))
 
 
 class _bar:

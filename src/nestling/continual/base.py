@@ -7,6 +7,7 @@ cache folder and is made once.
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,15 @@ _VALID = ("wikitext2/valid.txt.gz",)
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A language model to adapt, with its tokenizer and a name that keys stored results."""
+    """A language model to adapt, with its tokenizer and a name that keys stored results.
+
+    `text`: lines of general text, which say what the model's features are like on average.
+    """
 
     name: str
     model: Any
     tokenizer: Any
+    text: tuple[str, ...] = ()
 
 
 def recipe(name: str, data: Path, cache: Path, *, quick: bool = False) -> Recipe:
@@ -73,7 +78,8 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
         from nestling.stacking import load_pretrained
 
         model, tokenizer = load_pretrained(name)
-        return Base(name=Path(name).name.split(".")[0], model=model.eval(), tokenizer=tokenizer)
+        label = Path(name).name.split(".")[0]
+        return Base(name=label, model=model.eval(), tokenizer=tokenizer, text=_lines(data))
     chosen = recipe(name, data, cache, quick=quick)
     label = f"{name}-quick" if quick else name
     folder = cache / "bases" / label
@@ -83,7 +89,7 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
         outcome = train(chosen, folder)
         if outcome.signal is not None:
             raise KeyboardInterrupt
-    return Base(name=label, **_saved(folder / "model"))
+    return Base(name=label, text=_lines(data), **_saved(folder / "model"))
 
 
 def _saved(folder: Path) -> dict[str, Any]:
@@ -93,3 +99,13 @@ def _saved(folder: Path) -> dict[str, Any]:
 
     model = NestlingForCausalLM.from_pretrained(folder).eval()
     return {"model": model, "tokenizer": AutoTokenizer.from_pretrained(folder)}
+
+
+def _lines(data: Path, count: int = 256) -> tuple[str, ...]:
+    """Lines of WikiText-2's validation text."""
+    path = data / _VALID[0]
+    if not path.is_file():
+        return ()
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        lines = [line.strip() for line in file if len(line) > 80]
+    return tuple(lines[:count])

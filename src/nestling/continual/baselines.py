@@ -5,18 +5,27 @@ Shapes: N rows, D width, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nestling.continual.discriminant import Discriminant
 from nestling.continual.features import Encoded
 from nestling.continual.learner import Extra, Method, batch_loss
 from nestling.continual.top import Top
 
-__all__ = ["Dynamic", "Elastic", "LowRank", "NearestMean", "Replay", "SharedCovariance"]
+__all__ = [
+    "ClosedStart",
+    "Dynamic",
+    "Elastic",
+    "LowRank",
+    "NearestMean",
+    "Replay",
+    "SharedCovariance",
+]
 
 
 class Elastic(Extra):
@@ -95,6 +104,23 @@ class Replay(Extra):
         return 0 if self.kept is None else self.kept.x.numel() + self.kept.y.numel()
 
 
+class ClosedStart(Extra):
+    """Before learning, the head takes the closed-form readout of all the data, times `temper`."""
+
+    def __init__(self, top: Top, readout: Discriminant, temper: float) -> None:
+        self.top, self.readout, self.temper = top, readout, temper
+
+    @torch.no_grad()
+    def begin(self, data: Encoded) -> None:
+        if self.top.readout != "head":
+            return
+        self.readout.write(self.top.read(data.x), data.y)
+        weight, bias = self.readout.solve()
+        seen = bias.isfinite()
+        self.top.head.weight[seen] = self.temper * weight[seen]
+        self.top.head.bias[seen] = self.temper * (bias[seen] - bias[seen].mean())
+
+
 class LowRank(nn.Module):
     """LoRA: every adapted weight of the channel becomes `W + B A` with W frozen, rank r.
 
@@ -107,11 +133,11 @@ class LowRank(nn.Module):
             raise ValueError(f"rank must be at least 1; got {rank}")
         self.top = top
         names = {id(p): n for n, p in top.named_parameters()}
-        head = top.head.weight
+        head = {id(p) for p in top.head.parameters()}
         generator = torch.Generator().manual_seed(seed)
         self.names, self.down, self.up = [], nn.ParameterList(), nn.ParameterList()
         for weight in top.adapted():
-            if weight is head:
+            if id(weight) in head:
                 continue
             weight.requires_grad_(False)
             out, into = weight.shape
@@ -192,31 +218,37 @@ class SharedCovariance(Method):
     """Frozen features and linear discriminant analysis: class means, one covariance, no forgetting.
 
     Sums only, so one pass in any order gives the same classifier. `shrink` mixes the covariance
-    with a multiple of the identity.
+    with a multiple of the identity. `read` maps features [N, D] to the rows [N, width] to use.
     """
 
-    def __init__(self, classes: int, width: int, *, shrink: float = 1e-2) -> None:
-        if not shrink > 0.0:
-            raise ValueError(f"shrink must be above 0; got {shrink}")
-        self.mean = NearestMean(classes, width)
-        self.squares = torch.zeros(width, width, dtype=torch.float64)
-        self.shrink = shrink
+    def __init__(
+        self,
+        classes: int,
+        width: int,
+        *,
+        shrink: float = 1e-2,
+        prior: float = 0.0,
+        read: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.memory = Discriminant(classes, width, shrink=shrink, prior=prior)
+        self.read = read
+        self._solved: tuple[Tensor, Tensor] | None = None
+
+    def _rows(self, data: Encoded) -> Tensor:
+        if self.read is None:
+            return data.x
+        with torch.no_grad():
+            return self.read(data.x)
 
     def learn(self, data: Encoded, classes: Sequence[int]) -> None:
-        self.mean.learn(data, classes)
-        x = data.x.double()
-        self.squares += x.T @ x
+        self.memory.write(self._rows(data), data.y)
+        self._solved = None
 
     def scores(self, data: Encoded) -> Tensor:
-        means, counts = self.mean.means.double(), self.mean.counts.double()
-        total = counts.sum().clamp(min=1)
-        within = (self.squares - (means * counts.unsqueeze(1)).T @ means) / total  # [D, D]
-        size = within.diagonal().mean().clamp(min=1e-12)
-        within = within + self.shrink * size * torch.eye(len(within), dtype=torch.float64)
-        weight = torch.linalg.solve(within, means.T).T  # [C, D]
-        bias = -0.5 * (weight * means).sum(1)
-        out = data.x.double() @ weight.T + bias
-        return out.float().masked_fill(self.mean.counts == 0, -torch.inf)
+        if self._solved is None:
+            self._solved = self.memory.solve()
+        weight, bias = self._solved
+        return self._rows(data) @ weight.T + bias
 
     def stored(self) -> int:
-        return self.mean.stored() + self.squares.numel()
+        return self.memory.numel()

@@ -25,7 +25,15 @@ from nestling.continual.base import Base
 from nestling.continual.streams import Dataset
 from nestling.files import BrokenFileError, load_tree, save_tree
 
-__all__ = ["Encoded", "Features", "encode", "features_of", "label_embeddings", "last_channel"]
+__all__ = [
+    "Encoded",
+    "Features",
+    "encode",
+    "features_of",
+    "label_embeddings",
+    "last_channel",
+    "text_features",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,7 @@ class Features:
     valid: Encoded
     test: Encoded
     labels: Tensor  # [C, D], see `label_embeddings`
+    text: Tensor | None = None  # [M, D], see `text_features`
 
 
 def last_channel(model: nn.Module) -> nn.Module:
@@ -151,7 +160,23 @@ def features_of(
         s: Encoded(x=tensors[f"{s}.x"], y=tensors[f"{s}.y"], texts=given.texts)
         for s, given in splits.items()
     }
-    return Features(labels=tensors["labels"], **made)
+    text = text_features(base, cache, length=length, pool=pool)
+    return Features(labels=tensors["labels"], text=text, **made)
+
+
+def text_features(
+    base: Base, cache: Path, *, length: int = 48, pool: str = "mean"
+) -> Tensor | None:
+    """[M, D]: the base's general text below the cut, kept in the cache; None where it has none."""
+    if not base.text:
+        return None
+    facts = json.dumps([base.name, _weight_sum(base.model), length, pool, base.text])
+    name = f"{base.name}-text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    with contextlib.suppress(BrokenFileError):
+        return load_tree(cache / "features", name)[0]["x"]
+    made = encode(base, base.text, length=length, pool=pool)
+    save_tree(cache / "features", name, {"x": made}, {"base": base.name})
+    return made
 
 
 def _weight_sum(model: nn.Module) -> float:

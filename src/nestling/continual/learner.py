@@ -53,12 +53,14 @@ class Training:
 
     loss: "seen": softmax over the classes seen so far; "present": softmax over the classes of the
         batch only; "squared": squared error to one-hot targets over all classes.
+    anneal: the rate falls to zero over each task.
     """
 
     loss: Literal["seen", "present", "squared"] = "present"
     epochs: int = 1
-    rows: int = 16
+    rows: int = 32
     seed: int = 0
+    anneal: bool = False
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -80,6 +82,9 @@ def batch_loss(logits: Tensor, y: Tensor, loss: str, seen: Sequence[int]) -> Ten
 
 class Extra:
     """What a gradient method adds to plain training; this one adds nothing."""
+
+    def begin(self, data: Encoded) -> None:
+        """Before a task."""
 
     def mix(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The batch to learn from, given the new examples."""
@@ -118,10 +123,17 @@ class Gradient(Method):
 
     def learn(self, data: Encoded, classes: Sequence[int]) -> None:
         self._seen += [c for c in classes if c not in self._seen]
-        for _ in range(self.training.epochs):
+        self.extra.begin(data)
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for epoch in range(self.training.epochs):
+            if self.training.anneal:
+                for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * (1.0 - epoch / self.training.epochs)
             order = torch.randperm(len(data.y), generator=self._generator)
             for index in order.split(self.training.rows):
                 self._step(*self.extra.mix(data.x[index], data.y[index]))
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         self.extra.end(data, self._seen)
 
     def _step(self, x: Tensor, y: Tensor) -> None:

@@ -1,20 +1,23 @@
 """Every method by name: how it is built from settings, and the settings its tuning may try.
 
-All gradient methods change the same weights of the same base model, see the same examples in the
-same order, and get the same number of trials: nine of (loss, rate), then three of the knob that is
-their own.
+All gradient methods change the same weights of the same base model and see the same examples in the
+same order. Every arm that is tuned gets eight trials: six, then two around the best of them.
+Arms of gradient descent may take several passes over a task, so that none has less compute than the
+continuum memory, which takes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nestling.continual.adapting import Adapted
 from nestling.continual.base import Base
 from nestling.continual.baselines import (
+    ClosedStart,
     Dynamic,
     Elastic,
     LowRank,
@@ -22,20 +25,25 @@ from nestling.continual.baselines import (
     Replay,
     SharedCovariance,
 )
+from nestling.continual.continuum import ContinuumLearner
+from nestling.continual.discriminant import Discriminant
 from nestling.continual.features import Features
-from nestling.continual.learner import LOSSES, Gradient, Method, Training
+from nestling.continual.learner import Gradient, Method, Training
 from nestling.continual.prompting import InContext, Proposals
-from nestling.continual.retaining import Retaining
 from nestling.continual.top import Top, make_top
 from nestling.levels import Level
-from nestling.optim import NestedOptimizer, capture
+from nestling.optim import NestedOptimizer, Retaining, capture
+from nestling.rules import retaining
 
 __all__ = ["CHUNKS", "METHODS", "Arm", "Setting", "Setup", "build"]
 
 Setting = Mapping[str, Any]
 CHUNKS = {1: (1,), 2: (1, 8), 3: (1, 4, 16), 4: (1, 4, 16, 64)}
 """Steps between the updates of k levels, fastest first."""
-JOINT_EPOCHS = 5
+ADAPT_CHUNKS = {1: (64,), 3: (64, 256, 1024)}
+"""Tokens between the updates of k levels of `nestling.adapt`."""
+PASSES = 3
+"""Passes over each task that gradient methods may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +54,22 @@ class Setup:
     features: Features
     classes: tuple[str, ...]
     readout: str = "head"
-    epochs: int = 1
-    rows: int = 16
+    rows: int = 32
     seed: int = 0
+    wide: int = 1000
 
-    def top(self, levels: int = 1) -> Top:
+    def top(self, levels: int = 1, *, wide: int | None = None) -> Top:
         """A fresh copy of the adapted part."""
         torch.manual_seed(self.seed)
-        return make_top(self.base, self.features.labels, levels=levels, readout=self.readout)
+        units = self.wide if wide is None else wide
+        if self.readout == "label":
+            units = 0
+        return make_top(self.base, self.features, levels=levels, readout=self.readout, wide=units)
 
-    def training(self, setting: Setting) -> Training:
+    def training(self, setting: Setting, **changes: Any) -> Training:
         """The loop's settings."""
-        loss = setting.get("loss", "present")
-        return Training(loss=loss, epochs=self.epochs, rows=self.rows, seed=self.seed)
+        given = {"loss": setting.get("loss", "present"), "epochs": setting.get("epochs", 1)}
+        return Training(**{**given, "rows": self.rows, "seed": self.seed, **changes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,34 +84,36 @@ class Arm:
     group: str = "baseline"
 
 
-def _grid(rates: Sequence[float]) -> tuple[Setting, ...]:
-    return tuple({"loss": loss, "lr": rate} for loss in LOSSES for rate in rates)
-
-
-def _knob(name: str, values: Sequence[Any]) -> tuple[Setting, ...]:
-    return tuple({name: value} for value in values)
-
-
-def _optimizer(weights: Sequence[Any], s: Setting) -> torch.optim.Optimizer:
+def _optimizer(weights: Sequence[Any], s: Setting, factor: float = 1.0) -> torch.optim.Optimizer:
     """Gradient descent, or Adam where a setting names its rate."""
     if s["adam"]:
-        return torch.optim.Adam(weights, lr=s["adam"])
-    return torch.optim.SGD(weights, lr=s["lr"])
+        return torch.optim.Adam(weights, lr=factor * s["scale"] * s["adam"])
+    return torch.optim.SGD(weights, lr=factor * s["scale"] * s["lr"])
 
 
-def _plain(setup: Setup, s: Setting, *, joint: bool = False) -> Method:
+def _plain(setup: Setup, s: Setting) -> Method:
     top = setup.top()
-    training = setup.training(s)
-    if joint:  # an upper bound is not held to the budget
-        training = replace(training, epochs=JOINT_EPOCHS * training.epochs)
-    return Gradient(top, _optimizer(top.adapted(), s), training, joint=joint)
+    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s))
+
+
+def _joint(setup: Setup, s: Setting) -> Method:
+    """All tasks at once, from the closed-form readout, with falling rates; not held to a budget."""
+    top = setup.top()
+    optimizer = torch.optim.AdamW(top.adapted(), lr=s["adam"], weight_decay=s["decay"])
+    training = setup.training(s, loss="seen", rows=max(setup.rows, 64), anneal=True)
+    readout = _readout(setup, top, s)
+    start = ClosedStart(top, readout, s["temper"])
+    return Gradient(top, optimizer, training, extra=start, joint=True)
+
+
+def _readout(setup: Setup, top: Top, s: Setting) -> Discriminant:
+    return Discriminant(len(setup.classes), top.width, shrink=s["shrink"], prior=s["prior"])
 
 
 def _ewc(setup: Setup, s: Setting) -> Method:
     top, training = setup.top(), setup.training(s)
-    optimizer = torch.optim.SGD(top.adapted(), lr=s["lr"])
     extra = Elastic(top, s["strength"], loss=training.loss)
-    return Gradient(top, optimizer, training, extra=extra)
+    return Gradient(top, _optimizer(top.adapted(), s), training, extra=extra)
 
 
 def _replay(setup: Setup, s: Setting) -> Method:
@@ -112,7 +125,7 @@ def _replay(setup: Setup, s: Setting) -> Method:
 def _lora(setup: Setup, s: Setting) -> Method:
     network = LowRank(setup.top(), s["rank"], setup.seed)
     weights = [p for p in network.parameters() if p.requires_grad]
-    return Gradient(network, torch.optim.SGD(weights, lr=s["lr"]), setup.training(s))
+    return Gradient(network, _optimizer(weights, s), setup.training(s))
 
 
 def _dynamic(setup: Setup, s: Setting) -> Method:
@@ -121,54 +134,66 @@ def _dynamic(setup: Setup, s: Setting) -> Method:
     return Gradient(top, optimizer, setup.training(s))
 
 
-def _levels_sgd(setup: Setup, s: Setting, k: int = 4) -> Method:
-    """Eq. 71 with plain gradient descent: level l steps every C(l) steps."""
+def _levels_plain(setup: Setup, s: Setting, k: int = 4) -> Method:
+    """Eq. 71 with gradient descent or Adam: level l steps every C(l) steps."""
     top = setup.top(k)
     parts = [
         (
             Level(name=f"level {i}", chunk=chunk),
             weights,
-            lambda p, chunk=chunk: torch.optim.SGD(p, lr=s["lr"] * chunk ** s["power"]),
+            lambda p, chunk=chunk: _optimizer(p, s, chunk ** s["power"]),
         )
         for i, (chunk, weights) in enumerate(zip(CHUNKS[k], top.levels(), strict=True))
     ]
     return Gradient(top, NestedOptimizer(parts), setup.training(s))
 
 
-def _rates_sgd(setup: Setup, s: Setting, k: int = 4) -> Method:
+def _rates_plain(setup: Setup, s: Setting, k: int = 4) -> Method:
     """The control: levels that differ in rate, not in frequency."""
     top = setup.top(k)
-    groups = [
-        {"params": weights, "lr": s["lr"] * chunk ** -s["power"]}
-        for chunk, weights in zip(CHUNKS[k], top.levels(), strict=True)
+    parts = [
+        (
+            Level(name=f"level {i}", chunk=1),
+            weights,
+            lambda p, chunk=chunk: _optimizer(p, s, chunk ** -s["power"]),
+        )
+        for i, (chunk, weights) in enumerate(zip(CHUNKS[k], top.levels(), strict=True))
     ]
-    return Gradient(top, torch.optim.SGD(groups, lr=s["lr"]), setup.training(s))
+    return Gradient(top, NestedOptimizer(parts), setup.training(s))
+
+
+def _retaining(top: Top, s: Setting, k: int, frequency: bool) -> Retaining | None:
+    """The levels' optimizer: a level's prior grows with its chunk, as its batch does.
+
+    With `frequency=False` all levels change at every step, at rates `1/chunk`.
+    """
+    if not s["lr"]:
+        return None
+    groups = []
+    for chunk, layers in zip(CHUNKS[k], top.channel.levels(), strict=True):
+        lr, own = (s["lr"], chunk) if frequency else (s["lr"] / chunk, 1)
+        weights = [layer.weight for layer in layers]
+        groups.append({"params": weights, "lr": lr, "keep": s["stiff"] * chunk, "chunk": own})
+    return Retaining(groups, inputs=capture(top), dtype=torch.float32)
 
 
 def _cms(setup: Setup, s: Setting, k: int, *, frequency: bool = True) -> Method:
-    """Continuum memory whose levels retain: the rule of `retaining.py` at k clocks.
-
-    The head, if it learns, is in the fastest level and takes the exact step (rate 1 for a squared
-    error). A level's prior grows with its chunk, as its batch does: slow levels are stiff. With
-    `frequency=False` all levels change at every step, at rates `1/chunk`.
-    """
+    """Continuum memory with retaining levels (and, unless label texts are read, its readout)."""
     top = setup.top(k)
-    inputs = capture(top)
-    groups = []
-    for chunk, layers in zip(CHUNKS[k], top.channel.levels(), strict=True):
-        rate = {"chunk": chunk} if frequency else {"chunk": 1}
-        weights = [layer.weight for layer in layers]
-        lr = s["lr"] if frequency else s["lr"] / chunk
-        groups.append({"params": weights, "lr": lr, "keep": s["stiff"] * chunk, **rate})
-    if top.head.weight.requires_grad:
-        head = 1.0 if s["loss"] == "squared" else s["head"]
-        groups.append({"params": [top.head.weight], "lr": head, "keep": s["keep"], "chunk": 1})
-    return Gradient(top, Retaining(groups, inputs=inputs), setup.training(s))
+    optimizer = _retaining(top, s, k, frequency)
+    if setup.readout == "label":
+        frozen = torch.optim.SGD(top.adapted(), lr=0.0)
+        return Gradient(top, optimizer or frozen, setup.training(s, loss="present"))
+    return ContinuumLearner(top, _readout(setup, top, s), optimizer, setup.training(s))
 
 
 def _lda(setup: Setup, s: Setting) -> Method:
     classes, width = setup.features.labels.shape
-    return SharedCovariance(classes, width, shrink=s["shrink"])
+    knobs = {"shrink": s["shrink"], "prior": s["prior"]}
+    if s["reads"] == "stream":
+        return SharedCovariance(classes, width, **knobs)
+    top = setup.top(wide=0)
+    return SharedCovariance(classes, top.width, read=top.read, **knobs)
 
 
 def _ncm(setup: Setup, s: Setting) -> Method:
@@ -180,28 +205,62 @@ def _icl(setup: Setup, s: Setting) -> Method:
 
 
 def _inca(setup: Setup, s: Setting) -> Method:
-    width = setup.features.labels.shape[1]
-    proposer = SharedCovariance(len(setup.classes), width, shrink=s["shrink"])
+    proposer = SharedCovariance(*setup.features.labels.shape, shrink=s["shrink"])
     return Proposals(setup.base, setup.classes, proposer, top=s["top"])
 
 
-_SGD = _grid((0.01, 0.03, 0.1))
-_DEFAULT = {"loss": "present", "lr": 0.03}
-_ADAMS = _knob("adam", (3e-4, 1e-3, 3e-3))
-_SHRINKS = tuple({"shrink": 10.0 ** (e / 2)} for e in range(-8, 4))
-_CMS = _grid((0.01, 0.03, 0.1))
-_CMS_DEFAULT = {"loss": "squared", "lr": 0.03, "keep": 1.0, "stiff": 100.0, "head": 10.0}
-_KEEPS = _knob("keep", (0.1, 10.0, 100.0))
+def _adapt(setup: Setup, s: Setting, k: int) -> Method:
+    """The public interface, on text: k levels with clocks in tokens."""
+    rule = retaining(s["keep"], mean=True) if s["rule"] == "retaining" else s["rule"]
+    return Adapted(
+        setup.base,
+        setup.classes,
+        ADAPT_CHUNKS[k],
+        rate=s["rate"],
+        rule=rule,
+        epochs=s["epochs"],
+        seed=setup.seed,
+    )
 
 
-def _cms_arm(k: int) -> Arm:
+def _knob(name: str, values: Sequence[Any]) -> tuple[Setting, ...]:
+    return tuple({name: value} for value in values)
+
+
+def _grid(rates: Sequence[Setting]) -> tuple[Setting, ...]:
+    return tuple({"loss": loss, **rate} for loss in ("present", "seen") for rate in rates)
+
+
+_FIRST = _grid(({"lr": 0.003}, {"lr": 0.01}, {"adam": 1e-4}))
+_SECOND = ({"epochs": PASSES}, {"epochs": PASSES, "scale": 3.0})
+_DEFAULT = {"loss": "present", "lr": 0.01, "adam": 0.0, "scale": 1.0, "epochs": 1}
+_POWERS = ({"epochs": PASSES}, {"epochs": PASSES, "power": 0.0})
+_SHRINKS = (3e-4, 1e-3, 1e-2)
+_CMS_DEFAULT = {"lr": 1e-3, "stiff": 100.0, "shrink": 1e-3, "prior": 0.0}
+_PRIORS = ({"prior": 0.5}, {"prior": 1.0})
+
+
+def _cms_arm(k: int, *, frequency: bool = True) -> Arm:
+    levels = f"CMS, {k} level{'s' if k > 1 else ''}, retaining"
     return Arm(
-        title=f"CMS, {k} level{'s' if k > 1 else ''}, retaining",
-        make=lambda setup, s: _cms(setup, s, k),
+        title=levels if frequency else f"control: {k} rates instead of frequencies, retaining",
+        make=lambda setup, s: _cms(setup, s, k, frequency=frequency),
         default=_CMS_DEFAULT,
-        first=_CMS,
-        second=_KEEPS,
-        group="cms",
+        first=tuple({"lr": lr, "shrink": s} for lr in (1e-3, 3e-3) for s in _SHRINKS),
+        second=({"prior": 1.0}, {"stiff": 1000.0}),
+        group="cms" if frequency else "control",
+    )
+
+
+def _adapt_arm(k: int) -> Arm:
+    rates = {"gd": (0.03, 0.1, 0.3), "dgd": (0.1,), "adam": (1e-4, 3e-4)}
+    return Arm(
+        title=f"nestling.adapt, {k} level{'s' if k > 1 else ''}",
+        make=lambda setup, s: _adapt(setup, s, k),
+        default={"rule": "gd", "rate": 0.1, "keep": 1000.0, "epochs": 1},
+        first=tuple({"rule": r, "rate": eta} for r, etas in rates.items() for eta in etas),
+        second=tuple({"rule": "retaining", "rate": eta} for eta in (0.1, 1.0)),
+        group="adapt",
     )
 
 
@@ -209,73 +268,90 @@ METHODS: dict[str, Arm] = {
     "sequential": Arm(
         title="sequential fine-tuning",
         make=_plain,
-        default={**_DEFAULT, "adam": 0.0},
-        first=_SGD,
-        second=_ADAMS,
+        default=_DEFAULT,
+        first=_FIRST,
+        second=_SECOND,
     ),
     "ewc": Arm(
         title="EWC",
         make=_ewc,
         default={**_DEFAULT, "strength": 10.0},
-        first=_SGD,
-        second=_knob("strength", (1.0, 100.0, 1000.0)),
+        first=_FIRST,
+        second=tuple({"epochs": PASSES, "strength": strength} for strength in (10.0, 100.0)),
     ),
     "lora": Arm(
         title="LoRA",
         make=_lora,
         default={**_DEFAULT, "rank": 8},
-        first=_SGD,
-        second=_knob("rank", (2, 4, 16)),
+        first=_FIRST,
+        second=tuple({"epochs": PASSES, "rank": rank} for rank in (8, 16)),
     ),
     "dynamic": Arm(
         title="dynamic evaluation",
         make=_dynamic,
-        default={"loss": "present", "lr": 1e-3, "decay": 1e-3},
-        first=_grid((1e-4, 1e-3, 1e-2)),
-        second=_knob("decay", (0.0, 1e-4, 1e-2)),
+        default={"loss": "present", "lr": 1e-3, "decay": 1e-3, "epochs": 1},
+        first=_grid(({"lr": 1e-4}, {"lr": 1e-3}, {"lr": 1e-2})),
+        second=tuple({"epochs": PASSES, "decay": decay} for decay in (0.0, 1e-3)),
     ),
     "cms-sgd-4": Arm(
-        title="CMS, 4 levels, plain gradient descent",
-        make=_levels_sgd,
+        title="CMS, 4 levels, plain",
+        make=_levels_plain,
         default={**_DEFAULT, "power": 0.5},
-        first=_SGD,
-        second=_knob("power", (0.0, 0.25, 1.0)),
+        first=_FIRST,
+        second=_POWERS,
         group="cms",
     ),
     "rates-sgd-4": Arm(
         title="control: 4 rates instead of frequencies, plain",
-        make=_rates_sgd,
+        make=_rates_plain,
         default={**_DEFAULT, "power": 0.5},
-        first=_SGD,
-        second=_knob("power", (0.0, 0.25, 1.0)),
+        first=_FIRST,
+        second=_POWERS,
+        group="control",
+    ),
+    "cms-0": Arm(
+        title="control: no level learns, the readout alone",
+        make=lambda setup, s: _cms(setup, {**s, "lr": 0.0}, 1),
+        default={"shrink": 1e-3, "prior": 0.0},
+        first=_knob("shrink", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
+        second=_PRIORS,
         group="control",
     ),
     **{f"cms-{k}": _cms_arm(k) for k in (1, 2, 3, 4)},
-    "rates-4": Arm(
-        title="control: 4 rates instead of frequencies, retaining",
-        make=lambda setup, s: _cms(setup, s, 4, frequency=False),
-        default=_CMS_DEFAULT,
-        first=_CMS,
-        second=_KEEPS,
-        group="control",
-    ),
+    "rates-4": _cms_arm(4, frequency=False),
     "replay": Arm(
         title="experience replay",
         make=_replay,
-        default={**_DEFAULT, "adam": 0.0, "per_class": 5},
-        first=_SGD,
-        second=_ADAMS,
+        default={**_DEFAULT, "per_class": 5},
+        first=_FIRST,
+        second=_SECOND,
     ),
     "ncm": Arm(title="frozen features, nearest class mean", make=_ncm, default={}),
-    "lda": Arm(title="frozen features, LDA", make=_lda, default={"shrink": 1e-2}, first=_SHRINKS),
+    "lda": Arm(
+        title="frozen features, LDA",
+        make=_lda,
+        default={"shrink": 1e-2, "prior": 0.0, "reads": "stream"},
+        first=tuple(
+            {"reads": r, "shrink": s} for r in ("stream", "model") for s in (1e-4, 1e-3, 1e-2)
+        ),
+        second=_PRIORS,
+    ),
+    **{f"adapt-{k}": _adapt_arm(k) for k in ADAPT_CHUNKS},
     "icl": Arm(title="in-context learning", make=_icl, default={"shots": 24}, group="prompt"),
     "inca": Arm(title="InCA", make=_inca, default={"shrink": 1e-2, "top": 3}, group="prompt"),
     "joint": Arm(
-        title=f"joint training, {JOINT_EPOCHS}x the epochs (upper bound)",
-        make=lambda setup, s: _plain(setup, s, joint=True),
-        default={**_DEFAULT, "adam": 0.0},
-        first=_SGD,
-        second=_ADAMS,
+        title="joint training (upper bound)",
+        make=_joint,
+        default={
+            "adam": 3e-4,
+            "temper": 0.3,
+            "decay": 0.1,
+            "epochs": 5,
+            "shrink": 1e-3,
+            "prior": 0.0,
+        },
+        first=tuple({"adam": a, "temper": t} for a in (1e-4, 3e-4, 1e-3) for t in (0.3, 1.0)),
+        second=({"prior": 1.0}, {"epochs": 15}),
         group="bound",
     ),
 }

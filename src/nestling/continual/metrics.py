@@ -25,6 +25,7 @@ __all__ = [
     "interval",
     "intransigence",
     "learning_curve",
+    "verdict",
 ]
 
 Matrix = NDArray[np.float64]
@@ -138,6 +139,16 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     if len(ours) != len(theirs):
         raise ValueError(f"pairs are needed; got {len(ours)} and {len(theirs)} values")
     return interval([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def verdict(difference: Interval, *, higher: bool = True) -> str:
+    """shown, refuted or inconclusive, by whether the 95% interval excludes zero."""
+    sign = 1.0 if higher else -1.0
+    if sign * difference.mean > 0 and abs(difference.mean) > difference.half:
+        return "shown"
+    if sign * difference.mean < 0 and abs(difference.mean) > difference.half:
+        return "refuted"
+    return "inconclusive"
 
 
 def _student(freedom: int) -> float:

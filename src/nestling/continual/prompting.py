@@ -19,7 +19,7 @@ from nestling.continual.base import Base
 from nestling.continual.features import Encoded
 from nestling.continual.learner import Method
 
-__all__ = ["InContext", "Proposals", "label_scores"]
+__all__ = ["InContext", "Proposals", "label_scores", "line"]
 
 _ARROW = " =>"
 
@@ -29,7 +29,8 @@ def _ids(base: Base, text: str, limit: int | None = None) -> list[int]:
     return ids if limit is None else ids[:limit]
 
 
-def _line(base: Base, text: str, label: str, length: int) -> list[int]:
+def line(base: Base, text: str, label: str, length: int) -> list[int]:
+    """The tokens of `text => label`, the text cut to `length` tokens."""
     return [*_ids(base, text, length), *_ids(base, f"{_ARROW} {label}\n")]
 
 
@@ -81,7 +82,7 @@ class InContext(Method):
 
     @torch.no_grad()
     def scores(self, data: Encoded) -> Tensor:
-        lines = [_line(self.base, text, self.classes[c], self.length) for text, c in self.context]
+        lines = [line(self.base, text, self.classes[c], self.length) for text, c in self.context]
         start = [token for line in lines for token in line] or _ids(self.base, "\n")
         cache = self.base.model(input_ids=torch.tensor([start]), use_cache=True).past_key_values
         asked = [
@@ -159,7 +160,7 @@ class Proposals(Method):
         new = [pair for pair in asked if pair not in self._known]
         prompts, labels = [], []
         for text, row in new:
-            lines = [_line(self.base, self.summary[c], self.classes[c], self.length) for c in row]
+            lines = [line(self.base, self.summary[c], self.classes[c], self.length) for c in row]
             question = [*_ids(self.base, text, self.length), *_ids(self.base, _ARROW)]
             prompt = [token for line in lines for token in line] + question
             prompts += [prompt] * len(row)

@@ -6,10 +6,8 @@ at any time from what is there.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,18 @@ import torch
 
 from nestling.continual import metrics
 from nestling.continual.base import Base
-from nestling.continual.features import Encoded, Features, features_of
+from nestling.continual.features import Encoded, features_of
 from nestling.continual.methods import METHODS, Setting, Setup, build
 from nestling.continual.protocol import run_stream
 from nestling.continual.streams import Dataset, class_order
-from nestling.files import write_atomic
+from nestling.report.store import Store
 
-__all__ = ["TUNING_SEED", "Plan", "Store", "Study"]
+__all__ = ["FIRST_SEED", "TUNING_SEED", "Plan", "Store", "Study"]
 
 TUNING_SEED = 1000
 """The class order that settings are chosen on; never one of the reported seeds."""
+FIRST_SEED = 10
+"""Reported seeds begin here; 0 to 9 were looked at while the methods were built."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,47 +35,31 @@ class Plan:
     """What is the same for every method of a study."""
 
     readout: str = "head"
-    epochs: int = 1
-    rows: int = 16
-    tuning_share: float = 0.25  # of the training data, when settings are tried
+    rows: int = 32
     prompt_sample: int = 64  # test texts that prompting methods are asked about
     tune: bool = True
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.tuning_share <= 1.0:
-            raise ValueError(f"tuning_share must be in (0, 1]; got {self.tuning_share}")
-
-
-class Store:
-    """Results by key, one file each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def get(self, parts: Sequence[str], facts: Any, run: Callable[[], Any]) -> dict[str, Any]:
-        """The stored result for these facts, or `run()` and keep it."""
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
-        path = self.folder.joinpath(*parts[:-1]) / f"{parts[-1]}-{digest}.json"
-        if path.is_file():
-            stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return stored
-        result = {"facts": facts, **run()}
-        write_atomic(path, (json.dumps(result) + "\n").encode())
-        return result
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """All final results."""
-        for path in sorted(self.folder.rglob("seed*.json")):
-            yield json.loads(path.read_text(encoding="utf-8"))
+        if self.rows < 1 or self.prompt_sample < 1:
+            raise ValueError(
+                f"rows and prompt_sample must be at least 1; got {self.rows}, {self.prompt_sample}"
+            )
 
 
 class Study:
-    """One base model on one stream."""
+    """One base model on one stream; `tuned`: another study whose settings are used."""
 
     def __init__(
-        self, base: Base, dataset: Dataset, cache: Path, store: Store, plan: Plan | None = None
+        self,
+        base: Base,
+        dataset: Dataset,
+        cache: Path,
+        store: Store,
+        plan: Plan | None = None,
+        *,
+        tuned: Study | None = None,
     ) -> None:
-        self.base, self.dataset, self.store = base, dataset, store
+        self.base, self.dataset, self.store, self.tuned = base, dataset, store, tuned
         self.plan = plan or Plan()
         self.features = features_of(base, dataset, cache)
 
@@ -85,13 +69,15 @@ class Study:
             raise ValueError(f"seed {seed} is the tuning seed; take another")
         setting = self.setting(method)
         facts = self._facts(method, setting, seed)
-        where = (self.base.name, self.dataset.name, self.plan.readout, method, f"seed{seed}")
-        return self.store.get(where, facts, lambda: self._run(method, setting, seed, "test"))
+        run = self._where(method, f"seed{seed}")
+        return self.store.get(run, lambda: self._run(method, setting, seed, "test"), facts)
 
     def setting(self, method: str) -> dict[str, Any]:
         """The settings with the best average accuracy on the validation stream."""
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        if self.tuned is not None:
+            return self.tuned.setting(method)
         arm = METHODS[method]
         best = dict(arm.default)
         if not self.plan.tune:
@@ -104,27 +90,28 @@ class Study:
         return best
 
     def _try(self, method: str, setting: Setting) -> float:
+        """A setting on the whole training data, judged by the validation split."""
         facts = self._facts(method, setting, TUNING_SEED)
-        where = (self.base.name, self.dataset.name, self.plan.readout, method, "tuning")
         stored = self.store.get(
-            where, facts, lambda: self._run(method, setting, TUNING_SEED, "valid")
+            self._where(method, "tuning"),
+            lambda: self._run(method, setting, TUNING_SEED, "valid"),
+            facts,
         )
         return metrics.average_accuracy(stored["matrix"])
 
+    def _where(self, method: str, name: str) -> tuple[str, ...]:
+        return self.base.name, self.dataset.name, self.plan.readout, method, name
+
     def _run(self, method: str, setting: Setting, seed: int, split: str) -> dict[str, Any]:
-        plan, tuning = self.plan, split == "valid"
-        train = self.features.train
-        test: Encoded = self.features.valid if tuning else self.features.test
-        if tuning and plan.tuning_share < 1.0:
-            train = _share(train, plan.tuning_share)
+        plan, train = self.plan, self.features.train
+        test: Encoded = self.features.valid if split == "valid" else self.features.test
         if METHODS[method].group == "prompt":
             test = _balanced(test, plan.prompt_sample, class_order(self.dataset, seed), seed)
         setup = Setup(
             base=self.base,
-            features=Features(train=train, valid=test, test=test, labels=self.features.labels),
+            features=replace(self.features, valid=test, test=test),
             classes=self.dataset.classes,
             readout=plan.readout,
-            epochs=plan.epochs,
             rows=plan.rows,
             seed=seed,
         )
@@ -132,29 +119,19 @@ class Study:
         return run_stream(learner, train, test, class_order(self.dataset, seed)).to_json()
 
     def _facts(self, method: str, setting: Setting, seed: int) -> dict[str, Any]:
-        plan = self.plan
+        source = self.tuned or self
         return {
             "base": self.base.name,
             "stream": self.dataset.name,
             "classes": len(self.dataset.classes),
             "examples": len(self.dataset.train),
-            "readout": plan.readout,
-            "epochs": plan.epochs,
-            "rows": plan.rows,
+            "readout": self.plan.readout,
+            "rows": self.plan.rows,
             "method": method,
             "setting": dict(setting),
+            "tuned on": f"{source.base.name}, {source.dataset.name}",
             "seed": seed,
-            **({"share": plan.tuning_share} if seed == TUNING_SEED else {}),
         }
-
-
-def _share(data: Encoded, share: float) -> Encoded:
-    """The first examples of every class."""
-    kept = []
-    for label in data.y.unique():
-        own = (data.y == label).nonzero().flatten()
-        kept.append(own[: max(1, int(len(own) * share))])
-    return data.at(torch.cat(kept).sort().values)
 
 
 def _balanced(data: Encoded, count: int, tasks: Sequence[Sequence[int]], seed: int) -> Encoded:

@@ -1,9 +1,13 @@
 """What is adapted: the last MLP of the base model, cut into levels, and a readout of classes.
 
-`Top` is the base model above the cut of `features.py`. Its MLP is split over k levels by hidden
-units, `x + sum_l MLP_l(norm(x))`: the split changes neither the function nor the number of
-parameters, so k = 1 and k = 4 are the same model before learning (ad-hoc level stacking, 7.3). A
-Hope's chain of MLPs (Eq. 70) has its levels already; k groups them.
+`Top` is the base model above the cut of `features.py`. A readout sees the stream below the MLP, the
+last hidden state above it, and `wide` units `relu(E x)` that never learn (a level of frequency 0):
+E is random after whitening, so that the readout has room for many classes. Centres, scales and the
+whitening are those of general text (`Base.text`); nothing of the stream is used for them.
+
+The MLP is split over k levels by hidden units, `x + sum_l MLP_l(norm(x))`: neither the function nor
+the number of parameters changes, so k = 1 and k = 4 are the same model before learning (ad-hoc
+level stacking, 7.3). A Hope's chain of MLPs (Eq. 70) has its levels already; k groups them.
 
 Shapes: N rows, D width, F hidden, C classes.
 """
@@ -18,6 +22,7 @@ from torch import Tensor, nn
 
 from nestling.blocks import Chain, FeedForward
 from nestling.continual.base import Base
+from nestling.continual.features import Features
 
 __all__ = ["READOUTS", "Split", "Top", "make_top"]
 
@@ -89,39 +94,56 @@ class Grouped(nn.Module):
 class Top(nn.Module):
     """The adapted part: levels, the frozen final norm, and a readout of all classes.
 
-    readout "head": a linear layer that starts at zero and reads the stream before the MLP (each row
-    at root mean square 1) and the last hidden state. "label": the frozen embedding of the label
-    texts in the model's output space, which reads the last hidden state; it learns nothing.
+    readout "head": a linear layer that starts at zero, over what `read` gives. "label": the frozen
+    embedding of the label texts in the model's output space, over the last hidden state; it learns
+    nothing. `text` [M, D]: rows to centre and scale `read` by, and to whiten the wide units' input.
     """
 
     def __init__(
-        self, channel: Split | Grouped, norm: nn.Module, readout: str, labels: Tensor
+        self,
+        channel: Split | Grouped,
+        norm: nn.Module,
+        readout: str,
+        labels: Tensor,
+        text: Tensor | None = None,
+        *,
+        wide: int = 1000,
     ) -> None:
         super().__init__()
         if readout not in READOUTS:
             raise ValueError(f"readout must be one of {', '.join(READOUTS)}; got {readout!r}")
-        self.channel, self.norm = channel, norm
-        for parameter in norm.parameters():
-            parameter.requires_grad_(False)
-        self.readout = readout
+        self.channel, self.norm, self.readout = channel, _frozen(norm), readout
+        self.register_buffer("centre", torch.zeros(1))
+        self.register_buffer("scale", torch.ones(1))
         classes, width = labels.shape
-        self.head = nn.Linear(2 * width if readout == "head" else width, classes, bias=False)
+        self.register_buffer("expand", _expansion(width, wide, text))
         with torch.no_grad():
-            self.head.weight.copy_(torch.zeros(classes, 2 * width) if readout == "head" else labels)
-        self.head.weight.requires_grad_(readout == "head")
+            sample = self.read(torch.zeros(1, width) if text is None else text)
+            if text is not None:
+                self.centre, self.scale = sample.mean(0), 1.0 / sample.std(0).clamp(min=1e-3)
+            self.width = sample.shape[1]
+            start = torch.zeros(classes, self.width) if readout == "head" else labels.clone()
+        self.head = nn.Linear(start.shape[1], classes, bias=readout == "head")
+        self.head.weight = nn.Parameter(start, requires_grad=readout == "head")
+        if readout == "head":
+            nn.init.zeros_(self.head.bias)
 
     def hidden(self, x: Tensor) -> Tensor:
         """[N, D] -> [N, D]: the model's last hidden state."""
         out: Tensor = self.norm(self.channel(x))
         return out
 
+    def read(self, x: Tensor) -> Tensor:
+        """[N, D] -> [N, R]: the stream below (at root mean square 1), last hidden state, units."""
+        below = x * x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
+        expand = cast(Tensor, self.expand)
+        units = torch.relu(x @ expand[:-1] + expand[-1])
+        rows = torch.cat([below, self.hidden(x), units], dim=1)
+        return (rows - self.centre) * self.scale
+
     def forward(self, x: Tensor) -> Tensor:
         """[N, D] -> [N, C]."""
-        read = self.hidden(x)
-        if self.readout == "head":
-            below = x * x.square().mean(1, keepdim=True).clamp(min=1e-12).rsqrt()
-            read = torch.cat([below, read], dim=1)  # [N, 2D]
-        out: Tensor = self.head(read)
+        out: Tensor = self.head(self.read(x) if self.readout == "head" else self.hidden(x))
         return out
 
     def levels(self) -> list[list[nn.Parameter]]:
@@ -130,7 +152,7 @@ class Top(nn.Module):
             [cast(nn.Parameter, layer.weight) for layer in level] for level in self.channel.levels()
         ]
         if self.head.weight.requires_grad:
-            found[0].append(cast(nn.Parameter, self.head.weight))
+            found[0] += list(self.head.parameters())
         return found
 
     def adapted(self) -> list[nn.Parameter]:
@@ -138,7 +160,9 @@ class Top(nn.Module):
         return [weight for level in self.levels() for weight in level]
 
 
-def make_top(base: Base, labels: Tensor, *, levels: int = 1, readout: str = "head") -> Top:
+def make_top(
+    base: Base, features: Features, *, levels: int = 1, readout: str = "head", wide: int = 1000
+) -> Top:
     """The adapted part of a base model, a copy; equal to the base model before learning."""
     model = base.model
     layer: Any = model.model.layers[-1]
@@ -157,7 +181,21 @@ def make_top(base: Base, labels: Tensor, *, levels: int = 1, readout: str = "hea
         channel = Grouped(chain, levels)
     else:
         raise ValueError(f"cannot adapt a channel memory of type {type(layer.channel).__name__}")
-    return Top(channel, norm, readout, labels)
+    return Top(channel, norm, readout, features.labels, features.text, wide=wide)
+
+
+def _expansion(width: int, wide: int, text: Tensor | None) -> Tensor:
+    """[D + 1, wide]: centre and whiten by text [M, D], then random directions; the offset last."""
+    directions = torch.randn(width, wide) / width**0.5
+    if text is None:
+        return torch.cat([directions, torch.zeros(1, wide)])
+    centre = text.mean(0)
+    spread = torch.cov(text.T).double()
+    spread.diagonal().add_(1e-3 * spread.diagonal().mean())
+    size, axes = torch.linalg.eigh(spread)
+    whiten = (axes * size.rsqrt()) @ axes.mT  # [D, D]
+    mapped = whiten.float() @ directions
+    return torch.cat([mapped, -(centre @ mapped).unsqueeze(0)])
 
 
 def _frozen(module: nn.Module) -> nn.Module:

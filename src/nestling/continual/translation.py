@@ -13,8 +13,11 @@ import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Language", "chrf", "cipher", "indonesian", "kalamang", "manchu"]
+__all__ = ["Language", "chrf", "cipher", "indonesian", "kalamang", "manchu", "word_tokenizer"]
+
+_HELD_OUT = 50  # dictionary pairs that only tuning sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ def chrf(guesses: list[str], references: list[str]) -> float:
     return float(CHRF().corpus_score(guesses, [references]).score)
 
 
-def _dictionary(data: Path, column: str, seed: int, train: int, test: int) -> Language:
+def _dictionary(data: Path, column: str, seed: int, train: int, test: int, valid: bool) -> Language:
     path = data / "kalamang" / "parallel_dictionary_examples.tsv"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; --data names the folder of the data sets")
@@ -54,21 +57,29 @@ def _dictionary(data: Path, column: str, seed: int, train: int, test: int) -> La
         if row[column] and row["english"]:
             pairs.setdefault(row[column].strip(), row["english"].strip())
     chosen = list(pairs.items())
+    random.Random(0).shuffle(chosen)
+    tuning, chosen = chosen[:_HELD_OUT], chosen[_HELD_OUT:]
     random.Random(seed).shuffle(chosen)
     test = min(test, len(chosen) // 2)
-    return Language(
-        name=column, train=tuple(chosen[test : test + train]), test=tuple(chosen[:test])
-    )
+    asked = tuning[:test] if valid else chosen[:test]
+    return Language(name=column, train=tuple(chosen[test : test + train]), test=tuple(asked))
 
 
-def kalamang(data: Path, *, seed: int = 0, train: int = 400, test: int = 50) -> Language:
-    """Kalamang to English: example sentences of the Kalamang dictionary."""
-    return _dictionary(data, "kalamang", seed, train, test)
+def kalamang(
+    data: Path, *, seed: int = 0, train: int = 400, test: int = 50, valid: bool = False
+) -> Language:
+    """Kalamang to English: example sentences of the Kalamang dictionary.
+
+    With `valid` the test pairs are held-out ones that no other choice of pairs contains.
+    """
+    return _dictionary(data, "kalamang", seed, train, test, valid)
 
 
-def indonesian(data: Path, *, seed: int = 1, train: int = 400, test: int = 50) -> Language:
+def indonesian(
+    data: Path, *, seed: int = 1, train: int = 400, test: int = 50, valid: bool = False
+) -> Language:
     """Indonesian to English, from the same dictionary: a second real language."""
-    return _dictionary(data, "indonesian", seed, train, test)
+    return _dictionary(data, "indonesian", seed, train, test, valid)
 
 
 def manchu(folder: Path) -> Language:
@@ -98,13 +109,12 @@ _SYLLABLES = "ba ce di fo gu ha ki le mo nu pa re si to vu wa xi yo zu".split()
 def cipher(name: str, seed: int, *, train: int = 600, test: int = 60) -> Language:
     """An invented language: English sentences with every word replaced, and its own word order.
 
-    The lexicon (two to three syllables for each word) and the order of the four parts of a sentence
+    The lexicon (two syllables for each word) and the order of the four parts of a sentence
     are drawn from the seed.
     """
     draw = random.Random(seed)
-    words = sorted({word for part in _PARTS.values() for phrase in part for word in phrase.split()})
-    forms = ["".join(p) for p in itertools.product(_SYLLABLES, repeat=2)]
-    lexicon = dict(zip(words, draw.sample(forms, len(words)), strict=True))
+    words = _english()
+    lexicon = dict(zip(words, draw.sample(_forms(), len(words)), strict=True))
     order = list(range(4))
     while order == [0, 1, 2, 3]:
         draw.shuffle(order)
@@ -115,3 +125,29 @@ def cipher(name: str, seed: int, *, train: int = 600, test: int = 60) -> Languag
         coded = [" ".join(lexicon[w] for w in parts[i].split()) for i in order]
         pairs.append((" ".join(coded), " ".join(parts)))
     return Language(name=name, train=tuple(pairs[test:]), test=tuple(pairs[:test]))
+
+
+def _english() -> list[str]:
+    return sorted({word for part in _PARTS.values() for phrase in part for word in phrase.split()})
+
+
+def _forms() -> list[str]:
+    return ["".join(pair) for pair in itertools.product(_SYLLABLES, repeat=2)]
+
+
+def word_tokenizer() -> Any:
+    """A Hugging Face tokenizer whose tokens are the words of all invented languages and English."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<unk>", "\n", "=", *_english(), *_forms()]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
+    cut = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )

@@ -6,6 +6,7 @@ from nestling.optim.inputs import Capture, capture
 from nestling.optim.labels import is_hidden_matrix, param_groups
 from nestling.optim.nested import NestedOptimizer
 from nestling.optim.orthogonal import M3, AdaMuon, Muon
+from nestling.optim.retaining import Retaining
 from nestling.optim.shell import RuleOptimizer
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DeltaMomentum",
     "Muon",
     "NestedOptimizer",
+    "Retaining",
     "RuleOptimizer",
     "capture",
     "compose",

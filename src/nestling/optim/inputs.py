@@ -61,6 +61,13 @@ class Capture:
         delta = rows[0][1] if len(rows) == 1 else torch.cat([r[1] for r in rows])
         return Pairs(x, delta * -self._scale(weight, x, delta))
 
+    def inputs(self, weight: Tensor) -> Tensor:
+        """The inputs behind `weight.grad` alone [n, Di], without the check that `pairs` makes."""
+        rows = [row[0] for row in self._rows.get(weight, [])]
+        if not rows:
+            raise RuntimeError(f"no input was captured for {self._name(weight)}")
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
     def reads(self, weight: Tensor) -> Tensor | None:
         """What the layer answered to the rows of `pairs`, `x W^T` [n, Do]; None if not all kept."""
         rows = [row[2] for row in self._rows.get(weight, [])]

@@ -28,6 +28,7 @@ from nestling.rules.newton_schulz import CUBIC, QUINTIC, newton_schulz, orthogon
 from nestling.rules.nonlinear import nonlinear
 from nestling.rules.omega import omega
 from nestling.rules.precondition import precondition, preconditioned_momentum
+from nestling.rules.retaining import retain_inputs, retaining, retaining_step
 from nestling.rules.sequence import delta_net, hebbian, oja_net, remember
 
 __all__ = [
@@ -81,6 +82,9 @@ __all__ = [
     "preconditioned_momentum",
     "radam",
     "remember",
+    "retain_inputs",
+    "retaining",
+    "retaining_step",
     "rmsprop",
     "second_moment",
     "sgd",

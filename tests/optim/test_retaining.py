@@ -1,4 +1,4 @@
-"""The retaining rule: the argmin it claims to be, and ridge regression in one pass."""
+"""Retaining as an optimizer: ridge regression on the whole stream, its clock, what it refuses."""
 
 from __future__ import annotations
 
@@ -6,39 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.continual.retaining import Retaining, retain_inputs, retaining_step
-from nestling.optim import capture
+from nestling.optim import Retaining, capture
 
 
-def test_the_memory_is_the_inverse_of_what_was_retained():
-    x = torch.randn(150, 7, dtype=torch.float64)  # more rows than one piece
-    memory = retain_inputs(torch.eye(7, dtype=torch.float64) / 3.0, x)
-    direct = torch.linalg.inv(3.0 * torch.eye(7, dtype=torch.float64) + x.T @ x)
-    assert torch.allclose(memory, direct, atol=1e-10)
-
-
-@pytest.mark.equation(59)
-def test_the_step_minimises_the_batch_plus_retention():
-    """The gradient of the stated objective vanishes at the step."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        weight, keep = torch.randn(3, 5), 0.7
-        past, x = torch.randn(9, 5), torch.randn(4, 5)
-        output_grad = torch.randn(4, 3)
-        memory = retain_inputs(torch.eye(5) / keep, past)
-        new, _ = retaining_step(weight, output_grad.T @ x, memory, x)
-        moved = new.clone().requires_grad_()
-        change = moved - weight
-        objective = (
-            (output_grad * (x @ change.T)).sum()
-            + 0.5 * (x @ change.T).square().sum()
-            + 0.5 * (past @ change.T).square().sum()
-            + 0.5 * keep * change.square().sum()
-        )
-        (slope,) = torch.autograd.grad(objective, moved)
-        assert slope.abs().max() < 1e-10
-    finally:
-        torch.set_default_dtype(torch.float32)
+def learn(layer: nn.Linear, optimizer: Retaining, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    (0.5 * (layer(x) - y).square().sum(1).mean()).backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -49,9 +23,7 @@ def test_a_squared_error_gives_ridge_regression_on_the_whole_stream(chunk):
     nn.init.zeros_(layer.weight)
     optimizer = Retaining(layer.parameters(), inputs=capture(layer), keep=5.0, chunk=chunk)
     for rows, target in zip(x.split(8), y.split(8), strict=True):
-        optimizer.zero_grad()
-        (0.5 * (layer(rows) - target).square().sum(1).mean()).backward()
-        optimizer.step()
+        learn(layer, optimizer, rows, target)
     ridge = torch.linalg.solve(5.0 * torch.eye(6).double() + x.T @ x, x.T @ y).T
     assert torch.allclose(layer.weight, ridge, atol=1e-9)
 
@@ -61,9 +33,7 @@ def test_a_chunk_waits():
     optimizer = Retaining(layer.parameters(), inputs=capture(layer), chunk=2)
     before = layer.weight.clone()
     for expected in (True, False):
-        optimizer.zero_grad()
-        layer(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
+        learn(layer, optimizer, torch.randn(4, 3), torch.randn(4, 2))
         assert torch.equal(layer.weight, before) is expected
 
 
@@ -71,6 +41,8 @@ def test_wrong_settings_are_refused():
     layer = nn.Linear(3, 2)
     with pytest.raises(ValueError, match="must belong to a captured"):
         Retaining(layer.parameters(), inputs=capture(layer))  # the bias is not a linear map
+    with pytest.raises(TypeError, match="inputs must be capture"):
+        Retaining([layer.weight], inputs=layer)  # type: ignore[arg-type]
     for wrong in ({"lr": -1.0}, {"keep": 0.0}, {"chunk": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Retaining([layer.weight], inputs=capture(layer), **wrong)
@@ -85,9 +57,7 @@ def test_a_long_float32_stream_of_skewed_inputs_stays_exact():
     nn.init.zeros_(layer.weight)
     optimizer = Retaining(layer.parameters(), inputs=capture(layer), keep=1e-4)
     for rows, target in zip(x.split(16), y.split(16), strict=True):
-        optimizer.zero_grad()
-        (0.5 * (layer(rows) - target).square().sum(1).mean()).backward()
-        optimizer.step()
+        learn(layer, optimizer, rows, target)
     a = x.double()
     ridge = torch.linalg.solve(1e-4 * torch.eye(12).double() + a.T @ a, a.T @ y.double()).T
     read = layer(x).double() - a @ ridge.T
