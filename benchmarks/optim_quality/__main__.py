@@ -21,6 +21,8 @@ import tasks
 import torch
 import valley
 
+from nestling.report.store import Store
+
 PARTS = ("valley", "streams", "vit", "lm")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +40,7 @@ def main() -> None:
     if options.quick:
         seeds, steps = (0, 1), {"steps": 4}
         options.store, options.docs = options.store / "quick", options.store / "quick"
-    store = study.Store(options.store)
+    store = Store(options.store, print)  # after a change to an optimizer, delete its files
     parts: dict[str, Any] = {}
     for part in options.parts:
         if part == "valley":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 from tasks import Task
 from training import ARMS, train
+
+from nestling.report.store import Store
 
 TUNING_SEED = 100
 SEEDS = {
@@ -26,30 +24,6 @@ RATES: dict[str, tuple[float, ...]] = {  # the same number for every arm
 SHIFTED = {
     ("lm", "AdamW"): (2.5e-4, 5e-4, 1e-3, 2e-3)
 }  # its best lay at the edge of the first grid
-
-
-class Store:
-    """One JSON file per run, so that a study that was stopped goes on where it was.
-
-    After a change to an optimizer, delete its files (`rm out/optim_quality/*M3*`).
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def get(self, key: str, run: Any) -> dict[str, Any]:
-        """The stored result of a run, or the run."""
-        path = self.folder / f"{key.replace(' ', '_')}.json"
-        if path.exists():
-            return json.loads(path.read_text())
-        begin = time.perf_counter()
-        result = run()
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(result))
-        os.replace(part, path)
-        print(f"{key:44} {time.perf_counter() - begin:7.1f} s", flush=True)
-        return result
 
 
 def tune(task: Task, arm: str, store: Store) -> tuple[float, dict[float, float]]:
