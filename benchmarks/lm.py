@@ -34,7 +34,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer": ("transformer", {}),
     "titans": ("titans", {}),
     "deltanet": ("deltanet", {}),
-    "hope_printed": ("hope", {"self_modifying": {"anchored": False}}),
+    "hope_printed": ("hope", {"self_modifying": {"residual": False}}),
 }
 RATES = (3e-3, 6e-3, 12e-3)
 TUNING_SEED, SEEDS = 100, (0, 1, 2)

@@ -119,7 +119,7 @@ BASES = {
     "hope, stage 1": {
         "mixer_options": {
             "self_modifying": {"chunk": 4, "expansion": 1, "adaptive": (), "own_values": False,
-                               "anchored": False}
+                               "residual": False}
         }
     },
     "hope, deltanet": {"mixer": "deltanet", "mixer_options": {}},

@@ -248,7 +248,7 @@ def test_a_level_may_solve_its_problem_instead_of_stepping(solver):
 @pytest.mark.equation(94, 95, 96, 97)
 def test_a_hope_block_is_a_nested_system():
     """Five self-modifying memories inside, a chain of MLPs outside; read before each write."""
-    config = SelfModifyingConfig(width=6, heads=2, chunk=1, chunk_others=1, anchored=False)
+    config = SelfModifyingConfig(width=6, heads=2, chunk=1, chunk_others=1, residual=False)
     mixer = SelfModifying(config)
     levels = [Level(name="fast", chunk=1), Level(name="slow", chunk=2)]
     block, x = Block(mixer, Chain(6, 5, levels)).double(), rand(B, T, 6)

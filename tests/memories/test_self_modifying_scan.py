@@ -13,7 +13,7 @@ from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
 B, D, F = 3, 4, 5
 
 
-def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, anchored=False):
+def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, residual=False):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -26,7 +26,7 @@ def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, ancho
     if momentum:
         moved = (0.1 * draw(*first.shape),) + ((0.1 * draw(*second.shape),) if deep else ())
     given = {
-        name: None if name in rule.adaptive else unit(draw(B, tokens, D))
+        name: None if name in rule.adaptive and not residual else unit(draw(B, tokens, D))
         for name in ("k", "v", "q")
     }
     mask = None
@@ -35,13 +35,14 @@ def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, ancho
             torch.arange(tokens) < torch.tensor([tokens, max(tokens - 3, 0), tokens // 2])[:, None]
         )
     initial = None
-    if anchored:
+    if residual:
         initial = Weights(draw(*first.shape), None if second is None else draw(*second.shape))
     inputs = Inputs(
         draw(B, tokens, D),
         draw(B, 2, D, scale=0.5),
         torch.tensor([[0.0, 2.0]], dtype=torch.float64).expand(B, 2).clone(),
         **given,
+        gates=draw(B, tokens, 2) if residual else None,
         theta=torch.sigmoid(draw(B, tokens)) if momentum else None,
         valid=mask,
         initial=initial,
@@ -82,9 +83,8 @@ def compare(rule, tokens, position, **options):
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     for a, b in zip(*grads, strict=True):
-        a = torch.zeros(()) if a is None else a
-        b = torch.zeros(()) if b is None else b
-        torch.testing.assert_close(a, b.expand_as(a), rtol=1e-8, atol=1e-9, check_dtype=False)
+        a, b = torch.broadcast_tensors(*(torch.zeros(()) if g is None else g for g in (a, b)))
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, check_dtype=False)
 
 
 ALL = ("k", "v", "eta", "alpha")
@@ -110,28 +110,28 @@ RULES = {
 STATIC = ("stage 1", "stage 1 by gradient descent")
 
 
-@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_matrix_memories(name, anchored):
+def test_matrix_memories(name, residual):
     for tokens, position in ((11, 0), (5, 3), (1, 6)):
-        compare(RULES[name], tokens, position, anchored=anchored)
+        compare(RULES[name], tokens, position, residual=residual)
 
 
 @pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "slow others"])
 def test_two_layer_memories(name):
     for tokens, position in ((9, 0), (5, 3)):
         compare(RULES[name], tokens, position, deep=True)
-        compare(RULES[name], tokens, position, deep=True, anchored=True)
+        compare(RULES[name], tokens, position, deep=True, residual=True)
 
 
 @pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase"])
 @pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
     compare(RULES[name], 9, 3, momentum=True, deep=deep)
-    compare(RULES[name], 9, 3, momentum=True, deep=deep, anchored=True)
+    compare(RULES[name], 9, 3, momentum=True, deep=deep, residual=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"anchored": True}])
+@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"residual": True}])
 def test_padding_and_different_positions(options):
     for name in ("l2", "slow others", "slow memory"):
         compare(RULES[name], 9, 2, valid=True, **options)
@@ -145,8 +145,8 @@ def test_padding_and_different_positions(options):
 @pytest.mark.parametrize("position", [0, 3, 5, [3, 0, 7]])
 def test_one_token_without_gradients(name, position):
     """Generation takes a path of its own."""
-    for valid, anchored in ((False, False), (True, False), (False, True), (True, True)):
-        inputs, weights, start = case(RULES[name], 1, valid=valid, anchored=anchored)
+    for valid, residual in ((False, False), (True, False), (False, True), (True, True)):
+        inputs, weights, start = case(RULES[name], 1, valid=valid, residual=residual)
         where = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
         want = scan_naive(RULES[name], inputs, weights, start, where)
         mine = where if isinstance(position, list) or valid else position

@@ -18,7 +18,7 @@ B, T, D = 2, 4, 6
 
 
 def make_block(**options):
-    config = {"width": D, "heads": 2, "chunk": 1, "chunk_others": 1, "anchored": False}
+    config = {"width": D, "heads": 2, "chunk": 1, "chunk_others": 1, "residual": False}
     mixer = SelfModifying(SelfModifyingConfig(**config | options))
     levels = [Level(name="fast", chunk=1), Level(name="slow", chunk=2)]
     return Block(mixer, Chain(D, 5, levels)).double()

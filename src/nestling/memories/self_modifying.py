@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
 from nestling.memories.state import state_start, tree_map
-from nestling.scan.self_modifying import answer, scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
+from nestling.scan.self_modifying import project, recall, scan_self_modifying
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit, whole
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
 
@@ -30,8 +30,9 @@ class SelfModifyingConfig:
         in head widths.
     chunk, chunk_others: tokens between two updates of what the main memory, and the other memories,
         take their errors and projections from (Eq. 90).
-    anchored: retention decays towards the trained initial weights, not towards zero; without it a
-        long stream wears the projections down to rank one (deviation 22).
+    residual: what memories learn in context is added to static projections and to their trained
+        initial weights, and is what is erased, forgotten and read; False is Eq. 83-88 as printed,
+        where all of it is rewritten (deviation 22).
     momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
     rates: where rates start in the first and in the last head, with geometric steps between. High
@@ -46,7 +47,7 @@ class SelfModifyingConfig:
     objective: str = "dot"
     own_values: bool = True
     erase: bool = True
-    anchored: bool = True
+    residual: bool = True
     momentum: bool = False
     negative: bool = False
     expansion: int = 0
@@ -98,8 +99,9 @@ class SelfModifyingState(NamedTuple):
     start: Weights  # [B, H, N, ., .]
 
 
-RETAIN, THETA = 0.9985, 0.9
-"""Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest."""
+RETAIN, THETA, REACH = 0.9985, 0.9, 0.1
+"""Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest.
+REACH is how far memories move unit projections at first."""
 
 
 class SelfModifying(Memory):
@@ -116,7 +118,8 @@ class SelfModifying(Memory):
         width, heads = config.width, config.heads
         size, many = width // heads, len(self.rule.names)
         hidden = config.expansion * size
-        self.static = tuple(n for n in ("k", "v", "q") if n not in config.adaptive)
+        names = ("k", "v", "q")
+        self.static = tuple(n for n in names if config.residual or n not in config.adaptive)
         self.shell = Shell(width, heads, 1 + len(self.static), conv=config.conv, gate=config.gate)
         self.readout = nn.Parameter(torch.empty(heads, 2, size))
         self.bias = nn.Parameter(torch.empty(heads, 2))
@@ -124,6 +127,11 @@ class SelfModifying(Memory):
         self.second: nn.Parameter | None = None
         if hidden:
             self.second = nn.Parameter(torch.empty(heads, many, size, hidden))
+        self.reach: nn.Parameter | None = None
+        self.gates: nn.Linear | None = None
+        if config.residual:
+            self.reach = nn.Parameter(torch.empty(heads))
+            self.gates = nn.Linear(width, 2 * heads, bias=False)
         self.theta: nn.Linear | None = None
         if config.momentum:
             self.theta = nn.Linear(width, heads)
@@ -142,6 +150,13 @@ class SelfModifying(Memory):
             nn.init.normal_(self.first, std=1 / math.sqrt(size))
             if self.second is not None:
                 nn.init.normal_(self.second, std=1 / math.sqrt(self.second.shape[-1]))
+            if self.reach is not None and self.gates is not None:
+                nn.init.constant_(self.reach, REACH)
+                nn.init.normal_(self.gates.weight, std=0.1 / math.sqrt(self.width))
+                if self.second is None:
+                    self.first[:, 0] = torch.eye(size) / REACH
+                else:
+                    self.second[:, 0] = 0.0
             if self.theta is not None:
                 nn.init.normal_(self.theta.weight, std=0.02)
                 nn.init.zeros_(self.theta.bias)
@@ -153,10 +168,12 @@ class SelfModifying(Memory):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> SelfModifyingState:
-        """Trained initial weights for every sequence, position 0."""
+        """Trained initial weights (or none, as a difference) for every sequence, position 0."""
         device = self.first.device if device is None else torch.device(device)
         dtype = self.first.dtype if dtype is None else dtype
         initial = self._initial(1, device, state_dtype(dtype))
+        if self.config.residual:
+            initial = tree_map(torch.zeros_like, initial)
         first, second, _ = tree_map(lambda w: state_start(w[0], batch_size), initial)
         moved = None
         if self.config.momentum:
@@ -191,14 +208,12 @@ class SelfModifying(Memory):
         return y, SelfModifyingState(position_after, opened.tail, weights, start)
 
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
-        """What the main memory says to each token now (Eq. 83); q is static, or from M_q."""
+        """What the main memory says to each token now (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
         inputs = self._inputs(opened, None)
-        weights = tree_map(_fold, state.weights)
-        q, slot = inputs.q, self.rule.slot("q")
-        if q is None:
-            q = unit(answer(tree_map(_fold, state.start), slot or 0, inputs.x))
-        y = answer(weights, 0, q)
+        weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
+        q = project(self.rule, whole(start, inputs.initial), "q", inputs)
+        y = recall(weights, inputs.initial, q)
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
 
     def bound(self) -> Tensor:
@@ -207,29 +222,32 @@ class SelfModifying(Memory):
         For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
         when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as
         large; with momentum `max(|w_0|, r / (1 - a))`, where r = rate c / (1 - theta) bounds it.
-        Anchored, the same holds of `w - w_0`, which starts at zero and whose errors `u - w_0 x` are
-        up to `c + |w_0|` long.
+        Where the weights are differences they start at zero: `w_0 = 0`.
         """
         a, c, rate = self.rule.retain_max, self.rule.clip, self.rule.rate_max
         pairs = [w for w in (self.first, self.second) if w is not None]
         rows = torch.stack([w.detach().norm(dim=-1).max() for w in pairs])
-        error = rows.new_full(rows.shape, c)
-        if self.config.anchored and self.rule.erase:
-            error = c + rows * (1 - THETA if self.config.momentum else 1)
         if self.config.momentum:
-            most = rate * a * error / (1 - THETA) / (1 - a)
+            most = rate * a * c / (1 - THETA) / (1 - a)
         elif rate > 1 or not self.rule.erase:
-            most = rate * a * error / (1 - a)
+            most = rate * a * c / (1 - a)
         else:
-            most = a * error / math.sqrt(1 - a * a)
-        return rows + most if self.config.anchored else torch.maximum(rows, most)
+            most = a * c / math.sqrt(1 - a * a)
+        if self.config.residual:
+            return torch.full_like(rows, most)
+        return rows.clamp_min(most)
 
     def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
         """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         heads, batch = self.config.heads, opened.x.shape[0]
         x, *rest = (part.flatten(0, 1) for part in opened.parts)
         given = {name: unit(part) for name, part in zip(self.static, rest, strict=True)}
-        theta = None
+        theta = gates = initial = None
+        if self.reach is not None and self.gates is not None:
+            x = unit(x) * self.reach.to(x.dtype).repeat(batch).view(-1, 1, 1)
+            gates = self.gates(opened.x).to(x.dtype).unflatten(-1, (heads, 2))
+            gates = gates.transpose(1, 2).flatten(0, 1)  # [B H, T, 2]
+            initial = tree_map(_fold, self._initial(batch, x.device, x.dtype))
         if self.theta is not None:
             theta = THETA * torch.sigmoid(self.theta(opened.x).to(x.dtype))
             theta = theta.transpose(1, 2).flatten(0, 1)
@@ -239,11 +257,9 @@ class SelfModifying(Memory):
         )
         if valid is not None:
             valid = valid.repeat_interleave(heads, 0)
-        initial = None
-        if self.config.anchored:
-            initial = self._initial(batch, x.device, x.dtype)
-            initial = tree_map(_fold, initial)
-        return Inputs(x, readout, bias, **given, theta=theta, valid=valid, initial=initial)
+        return Inputs(
+            x, readout, bias, **given, gates=gates, theta=theta, valid=valid, initial=initial
+        )
 
     def _initial(self, batch: int, device: torch.device, dtype: torch.dtype) -> Weights:
         """The trained initial weights for every sequence, [B, H, N, ., .]."""

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, restart, unit
+from nestling.scan.self_modifying_types import (
+    Inputs,
+    SelfRule,
+    Weights,
+    clip,
+    restart,
+    unit,
+    whole,
+)
 
-__all__ = ["answer", "errors", "gates", "learn", "project", "scan_naive", "step"]
+__all__ = ["answer", "errors", "gates", "learn", "project", "recall", "scan_naive", "step"]
 
 
 def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
@@ -27,12 +35,23 @@ def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
     return x + torch.einsum("bij,bj->bi", weights.second[:, slot], silu(z))
 
 
+def recall(weights: Weights, slot: int, x: Tensor, initial: Weights | None = None) -> Tensor:
+    """What is read from memory number `slot`: its answer (Eq. 83). Where the weights are
+    differences from `initial` without its skip path, which is the initial matrix, or the x of a
+    2-layer memory (deviation 22)."""
+    if initial is None or weights.second is None:
+        return answer(weights, slot, x)
+    return answer(whole(weights, initial), slot, x) - x
+
+
 def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
-    """k, v or q of one token: `M_name(x)` normalised (Eq. 79, 83, 86), or static (Eq. 76)."""
+    """k, v or q of one token: `M_name(x)` normalised (Eq. 79, 83, 86), or static (Eq. 76), or the
+    sum of both (deviation 22)."""
     slot = rule.slot(name)
-    if slot is not None:
-        return unit(answer(at, slot, token.x))
     static: Tensor | None = getattr(token, name)
+    if slot is not None:
+        own = answer(at, slot, token.x)
+        return unit(own if static is None else static + own)
     if static is None:
         raise ValueError(f"{name} is no memory of this rule, so Inputs.{name} must be given")
     return static
@@ -46,6 +65,8 @@ def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
         slot = rule.slot(name)
         seen = token.x if slot is None else answer(at, slot, token.x)
         raw.append((token.readout[:, i] * seen).sum(-1) + token.bias[:, i])
+        if token.gates is not None:
+            raw[i] = raw[i] + token.gates[:, i]
     retain = rule.retain(raw[1])
     rate = retain * rule.rate_max * torch.sigmoid(raw[0])
     if token.valid is not None:
@@ -55,7 +76,12 @@ def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def errors(
-    rule: SelfRule, at: Weights, slot: int, k: Tensor, v: Tensor
+    rule: SelfRule,
+    at: Weights,
+    slot: int,
+    k: Tensor,
+    v: Tensor,
+    initial: Weights | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Input and clipped error signal of every layer of one memory, for the pair `k -> vhat`.
 
@@ -63,9 +89,10 @@ def errors(
     gradient of the objective (Eq. 85) at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
     `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (deviation 6).
     """
-    target = unit(answer(at, slot, v)) if rule.own_values else v
-    error = target if rule.objective == "dot" else target - answer(at, slot, k)
+    target = unit(answer(whole(at, initial), slot, v)) if rule.own_values else v
+    error = target if rule.objective == "dot" else target - recall(at, slot, k, initial)
     error = clip(error, rule.clip)
+    at = whole(at, initial)
     if at.second is None:
         return [(k, error)]
     z = torch.einsum("bij,bj->bi", at.first[:, slot], k)
@@ -82,13 +109,11 @@ def learn(
     rate: Tensor,
     retain: Tensor,
     token: Inputs,
-    initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """One layer's update, `W <- W (alpha I - eta x x^T) + eta u x^T` (Eq. 88), or without the
     `x x^T` term (`erase=False`: Eq. 77, 82).
 
-    With momentum the write goes through `Z <- theta Z + eta u x^T` (deviation 18). With `initial`
-    retention decays towards it: `+ (1 - alpha) W_0` (deviation 22).
+    With momentum the write goes through `Z <- theta Z + eta u x^T` (deviation 18).
     """
     x, u = pair  # [b, j], [b, i]
     eta, alpha = rate[:, None, None], retain[:, None, None]
@@ -99,8 +124,6 @@ def learn(
         moved = torch.where(real[:, None, None], going, moved)
         write = real[:, None, None] * moved
     kept = alpha * weight
-    if initial is not None:
-        kept = kept + (1 - alpha) * initial
     if rule.erase:
         kept = kept - eta * torch.einsum("bij,bj->bi", weight, x)[:, :, None] * x[:, None, :]
     return kept + write, moved
@@ -109,20 +132,17 @@ def learn(
 def step(rule: SelfRule, weights: Weights, at: Weights, token: Inputs) -> tuple[Tensor, Weights]:
     """One token (Eq. 83-88, or 90 when `at` is the start of the chunk): its read, and the weights
     after it. With `adaptive=()` it is Eq. 76-78, with shared values Eq. 79-82."""
-    q = project(rule, at, "q", token)
-    y = answer(at if rule.read_start else weights, 0, q)
-    k, v = project(rule, at, "k", token), project(rule, at, "v", token)
-    rate, retain = gates(rule, at, token)
+    memories = whole(at, token.initial)
+    k, v, q = (project(rule, memories, name, token) for name in ("k", "v", "q"))
+    y = recall(at if rule.read_start else weights, 0, q, token.initial)
+    rate, retain = gates(rule, memories, token)
     layers = [part for part in (weights.first, weights.second) if part is not None]
-    firsts = token.initial
     new: list[list[Tensor]] = [[] for _ in layers]
     new_moved: list[list[Tensor]] = [[] for _ in layers]
     for slot in range(len(rule.names)):
-        for i, pair in enumerate(errors(rule, at, slot, k, v)):
+        for i, pair in enumerate(errors(rule, at, slot, k, v, token.initial)):
             moved = None if weights.moved is None else weights.moved[i][:, slot]
-            home = None if firsts is None else (firsts.first, firsts.second)[i]
-            home = None if home is None else home[:, slot]
-            weight, moved = learn(rule, layers[i][:, slot], moved, pair, rate, retain, token, home)
+            weight, moved = learn(rule, layers[i][:, slot], moved, pair, rate, retain, token)
             new[i].append(weight)
             if moved is not None:
                 new_moved[i].append(moved)
@@ -160,6 +180,7 @@ def _token(inputs: Inputs, t: int) -> Inputs:
         k=pick(inputs.k),
         v=pick(inputs.v),
         q=pick(inputs.q),
+        gates=pick(inputs.gates),
         theta=pick(inputs.theta),
         valid=pick(inputs.valid),
         initial=inputs.initial,

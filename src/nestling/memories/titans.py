@@ -21,6 +21,6 @@ class TitansConfig(SelfModifyingConfig):
     own_values: bool = False
     objective: str = "l2"
     erase: bool = False
-    anchored: bool = False
+    residual: bool = False
     momentum: bool = True
     expansion: int = 1

@@ -201,10 +201,10 @@ def _checked(block: Block, chunks: Sequence[int]) -> SelfModifying:
     if not isinstance(mixer, SelfModifying):
         raise TypeError(f"hope_block needs a self-modifying mixer, got {type(mixer).__name__}")
     config = mixer.config
-    plain = not (config.expansion or config.momentum or config.anchored)
+    plain = not (config.expansion or config.momentum or config.residual)
     if not plain or (config.chunk, config.chunk_others) != (1, 1):
         raise ValueError(
-            "hope_block: the mixer must have expansion=0, momentum=False, anchored=False, chunk=1"
+            "hope_block: the mixer must have expansion=0, momentum=False, residual=False, chunk=1"
             f" and chunk_others=1; got {config}"
         )
     levels = getattr(block.channel, "levels", ())

@@ -21,10 +21,10 @@ from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying_deep import fits, scan_deep
 from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_matrix import one_token
-from nestling.scan.self_modifying_segment import answer, segment
+from nestling.scan.self_modifying_segment import project, recall, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
-__all__ = ["answer", "run", "scan_self_modifying"]
+__all__ = ["project", "recall", "run", "scan_self_modifying"]
 
 
 def scan_self_modifying(
@@ -83,7 +83,7 @@ def _scan(
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
     known = not rule.adaptive and not rule.own_values and not rule.read_start
-    known = known and inputs.initial is None
+    known = known and inputs.initial is None and inputs.gates is None
     if known and weights.second is not None and inputs.valid is None:
         return _scan_known(rule, inputs, weights, start, position, recompute)
     if fits(rule, inputs, weights, position):
@@ -109,8 +109,10 @@ def _scan_one(
     start = begin(weights, start, position)
     stack = weights.first.flatten(1, 2)
     begun = stack if start.first is weights.first else start.first.flatten(1, 2)
-    home = None if inputs.initial is None else inputs.initial.first.flatten(1, 2)
-    y, after = one_token(rule, inputs, stack, begun, home)
+    memories = begun
+    if inputs.initial is not None:
+        memories = inputs.initial.first.flatten(1, 2) + begun
+    y, after = one_token(rule, inputs, stack, begun, memories)
     weights = Weights(after.view_as(weights.first))
     step = 1 if inputs.valid is None else inputs.valid.sum(1)
     return y, weights, begin(weights, start, position + step)
@@ -241,7 +243,8 @@ def _lay_out(inputs: Inputs, place: Tensor, size: int) -> Inputs:
     x = move(inputs.x)
     if x is None:
         raise AssertionError("unreachable: x is a tensor")
-    k, v, q, theta, valid = (
-        move(part) for part in (inputs.k, inputs.v, inputs.q, inputs.theta, inputs.valid)
+    k, v, q, gates, theta, valid = (
+        move(part)
+        for part in (inputs.k, inputs.v, inputs.q, inputs.gates, inputs.theta, inputs.valid)
     )
-    return Inputs(x, inputs.readout, inputs.bias, k, v, q, theta, valid, inputs.initial)
+    return Inputs(x, inputs.readout, inputs.bias, k, v, q, gates, theta, valid, inputs.initial)

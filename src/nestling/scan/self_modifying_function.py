@@ -16,6 +16,10 @@ from nestling.scan.self_modifying_types import Inputs, SelfRule, take
 __all__ = ["scan_matrix"]
 
 
+GIVEN = Inputs._fields.index("theta")
+"""How many fields of `Inputs` the function takes as tensors: those before theta."""
+
+
 class Piece(NamedTuple):
     """A segment's tokens, and which memories start a chunk with it."""
 
@@ -42,7 +46,7 @@ def scan_matrix(
     item's own last chunk.
     """
     home = None if inputs.initial is None else inputs.initial.first
-    return _Scan.apply(rule, position, recompute, inputs.valid, first, start, home, *inputs[:6])
+    return _Scan.apply(rule, position, recompute, inputs.valid, first, start, home, *inputs[:GIVEN])
 
 
 def _fresh(rule: SelfRule, flags: tuple[bool, ...], stack: Tensor, start: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ class _Scan(torch.autograd.Function):
         for piece in pieces(rule, position, total):
             begun = _fresh(rule, piece.fresh, stack, begun)
             part = take(inputs, piece.tokens)
-            after, tape = forward(rule, part, stack, begun, home, constants)
+            after, tape = forward(rule, part, stack, begun, _whole(begun, home), constants)
             y[:, piece.tokens] = tape.y
             if keep:
                 same = begun is stack
@@ -113,7 +117,7 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
     """Segments from the last to the first, each by its hand-written backward."""
     rule: SelfRule = ctx.rule
     valid, after, home, *rest = ctx.saved_tensors
-    given, kept = rest[:6], rest[6:]
+    given, kept = rest[:GIVEN], rest[GIVEN:]
     each = 2 if ctx.recompute else 2 + TAPE
     inputs = _inputs(given, valid)
     b, total, d = inputs.x.shape
@@ -129,19 +133,25 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
         stack, begun, *taped = kept[i * each : (i + 1) * each]
         begun = stack if begun is None else begun
         part = take(inputs, piece.tokens)
-        tape = Tape.of(taped) if taped else forward(rule, part, stack, begun, home, constants)[1]
-        some = backward(rule, part, stack, begun, home, after, tape, dy[:, piece.tokens], dstack)
+        memories = _whole(begun, home)
+        if taped:
+            tape = Tape.of(taped)
+        else:
+            _, tape = forward(rule, part, stack, begun, memories, constants)
+        dpart = dy[:, piece.tokens]
+        some = backward(rule, part, stack, begun, memories, after, tape, dpart, dstack)
         dstack = some.stack
         ended = None if ctx.choice is None else _chosen(ctx.choice, i, dlast)
-        for more in (some.start, ended):
+        for more in (some.begun, some.start, ended):
             if more is not None:
                 dbegun = more if dbegun is None else dbegun + more
         dstack, dbegun = _join(piece.fresh, dstack, dbegun)
-        if dhome is not None and some.home is not None:
-            dhome += some.home
+        if dhome is not None and some.start is not None:
+            dhome += some.start
         dreadout += some.readout
-        dbias += some.bias
-        for slot, grad in ((0, some.x), (3, some.k), (4, some.v), (5, some.q)):
+        dbias += some.gates.sum(1)
+        tokenwise = (some.x, None, None, some.k, some.v, some.q, some.gates)
+        for slot, grad in enumerate(tokenwise):
             room = grads[slot]
             if room is not None and grad is not None:
                 room[:, piece.tokens] = grad
@@ -152,6 +162,11 @@ def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tupl
         dbegun = torch.zeros_like(dstack)
     dhome = None if dhome is None else dhome.view(shape)
     return None, None, None, None, dstack.view(shape), dbegun.view(shape), dhome, *grads
+
+
+def _whole(begun: Tensor, home: Tensor | None) -> Tensor:
+    """The memories where a chunk starts: the stack, or the trained weights plus it."""
+    return begun if home is None else home + begun
 
 
 def _last_segment(rule: SelfRule, position: int, valid: Tensor) -> Tensor:
@@ -166,8 +181,8 @@ def _chosen(choice: Tensor | None, segment: int, grad: Tensor) -> Tensor:
 
 
 def _inputs(given: Any, valid: Tensor | None) -> Inputs:
-    x, readout, bias, k, v, q = given
-    return Inputs(x, readout, bias, k, v, q, None, valid)
+    x, readout, bias, k, v, q, gates = given
+    return Inputs(x, readout, bias, k, v, q, gates, valid=valid)
 
 
 def _join(

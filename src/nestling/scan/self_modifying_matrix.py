@@ -13,9 +13,8 @@ everything behind t, and eta = alpha beta, so the many gradients of D cancel and
 
     d log beta_t = z_t,     d log alpha_t = <S', dS'> + sum_{r > t} (dy_r . y_r - dU_r . U_r).
 
-With a `home` H, [b, N d, d], retention decays towards it (deviation 22): the same holds of S - H in
-place of S, with U - K H^T for U and y - Q H_mem^T for y. Written for S, products with H join in
-with the weight `1 - g_{t-1}`.
+Projections, gates and self-generated values are taken at `start`, the memories where the chunk
+starts. It is `begun`, the stack of that moment, or trained weights plus it (deviation 22).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def _project(
             if name != "q" and given is not None:
                 rooms[name].copy_(given)
             continue
-        raw = part.x @ rows.mT
+        raw = part.x @ rows.mT if given is None else torch.baddbmm(given, part.x, rows.mT)
         scale = _length(raw)
         scales.append(scale)
         if name == "q":
@@ -84,24 +83,26 @@ def _sights(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
     return torch.cat(sights, 1)
 
 
+def _gates(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
+    """The sigmoids behind rate and retention, [b, C, 2]."""
+    raw = torch.baddbmm(part.bias.unsqueeze(1), part.x, _sights(rule, part, start).mT)
+    return (raw if part.gates is None else raw.add_(part.gates)).sigmoid_()
+
+
 def _errors(
-    rule: SelfRule, kv: Tensor, start: Tensor, many: int
+    rule: SelfRule, kv: Tensor, begun: Tensor, start: Tensor, many: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Errors of all memories [b, C, N, d], and what made them; `K A^T` where it was computed."""
+    """Errors of all memories [b, C, N, d], and what made them; `K begun^T` where it was needed."""
     size, d = kv.shape[1] // 2, kv.shape[2]
     own = own_scale = seen = short = None
     if rule.own_values:
-        both = kv @ start.mT if rule.objective == "l2" or rule.erase else None
-        answer = kv[:, size:] @ start.mT if both is None else both[:, size:]
-        seen = None if both is None else both[:, :size]
-        own = answer.unflatten(2, (many, d))
+        own = (kv[:, size:] @ start.mT).unflatten(2, (many, d))
         own_scale = _length(own)
-        own = own * own_scale
-        u = own
+        u = own = own * own_scale
     else:
         u = kv[:, size:].unsqueeze(2).expand(-1, -1, many, -1)
-        seen = kv[:, :size] @ start.mT if rule.objective == "l2" else None
-    if rule.objective == "l2" and seen is not None:
+    if rule.objective == "l2":
+        seen = kv[:, :size] @ begun.mT
         u = u - seen.unflatten(2, (many, d))
     if rule.objective == "l2" or rule.clip < 1:
         short = torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(rule.clip)
@@ -111,37 +112,32 @@ def _errors(
 
 
 def one_token(
-    rule: SelfRule, part: Inputs, stack: Tensor, start: Tensor, home: Tensor | None
+    rule: SelfRule, part: Inputs, stack: Tensor, begun: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A segment of one token without a tape: its read [b, 1, d], the stack after it (Eq. 88)."""
     d = part.x.shape[2]
     kv, q, _ = _project(rule, part, start)
     k = kv[:, :1]
-    y = q @ (start if rule.read_start else stack)[:, :d].mT
-    sig = torch.baddbmm(part.bias.unsqueeze(1), part.x, _sights(rule, part, start).mT).sigmoid_()
+    y = q @ (begun if rule.read_start else stack)[:, :d].mT
+    sig = _gates(rule, part, start)
     retain = sig[..., 1:] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN  # [b, 1, 1]
     eta = retain * sig[..., :1] * rule.rate_max
     if part.valid is not None:
         eta = eta.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
         retain = retain.masked_fill_(~part.valid.unsqueeze(-1), 1.0)
-    u, _, _, _, seen = _errors(rule, kv, start, stack.shape[1] // d)
+    u, _, _, _, seen = _errors(rule, kv, begun, start, stack.shape[1] // d)
     w = u.flatten(2)
     if rule.erase:
-        w = w - (k @ stack.mT if seen is None or start is not stack else seen)
-    return y, torch.baddbmm(_decayed(stack, home, retain), (w * eta).mT, k)
-
-
-def _decayed(x: Tensor, home: Tensor | None, kept: Tensor) -> Tensor:
-    """`kept x`, or `home + kept (x - home)`."""
-    return x * kept if home is None else torch.lerp(home, x, kept)
+        w = w - (k @ stack.mT if seen is None or begun is not stack else seen)
+    return y, torch.baddbmm(stack * retain, (w * eta).mT, k)
 
 
 def forward(
     rule: SelfRule,
     part: Inputs,
     stack: Tensor,
+    begun: Tensor,
     start: Tensor,
-    home: Tensor | None,
     shapes: Shapes,
 ) -> tuple[Tensor, Tape]:
     """The stack after a segment, and its tape (with the reads)."""
@@ -150,8 +146,7 @@ def forward(
     many = stack.shape[1] // d
     kv, q, scales = _project(rule, part, start)
     k = kv[:, :size]
-    sights = _sights(rule, part, start)
-    sig = torch.baddbmm(part.bias.unsqueeze(1), part.x, sights.mT).sigmoid_()
+    sig = _gates(rule, part, start)
     retain = sig[..., 1] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN
     eta = retain * sig[..., 0] * rule.rate_max
     log = retain.log()
@@ -163,14 +158,13 @@ def forward(
     gap = (past.unsqueeze(-1) - g.unsqueeze(-2)).add_(lower).exp_()
     before, tail = past.exp_().unsqueeze(-1), (g[:, -1:] - g).exp_().unsqueeze(-1)
     whole = g[:, -1, None, None].exp()
-    u, own, own_scale, short, seen = _errors(rule, kv, start, many)
+    u, own, own_scale, short, seen = _errors(rule, kv, begun, start, many)
     flat = u.flatten(2)
     inverse = None
     if rule.erase:
-        if seen is None or start is not stack:
+        if seen is None or begun is not stack:
             seen = k @ stack.mT
-        seen = _decayed(seen, None if home is None else k @ home.mT, before)
-        right = (flat - seen).mul_(eta)
+        right = torch.addcmul(flat, seen, before, value=-1).mul_(eta)
         system = (k @ k.mT).mul_(gap).mul_(eta)
         inverse = torch.linalg.solve_triangular(
             system, eye.expand_as(system), upper=False, unitriangular=True
@@ -179,12 +173,11 @@ def forward(
     else:
         w = flat * eta
     if rule.read_start:
-        y = q @ start[:, :d].mT
+        y = q @ begun[:, :d].mT
     else:
-        asked = None if home is None else q @ home[:, :d].mT
-        y = _decayed(q @ stack[:, :d].mT, asked, before)
+        y = (q @ stack[:, :d].mT).mul_(before)
         y.baddbmm_((q @ k.mT).mul_(gap), w[..., :d])
-    after = torch.baddbmm(_decayed(stack, home, whole), (w * tail).mT, k)
+    after = torch.baddbmm(stack * whole, (w * tail).mT, k)
     return after, Tape(
         kv, scales, q, sig, eta, gap, before, tail, whole, inverse, own, own_scale, u, short, w, y
     )
@@ -194,8 +187,8 @@ def backward(
     rule: SelfRule,
     part: Inputs,
     stack: Tensor,
+    begun: Tensor,
     start: Tensor,
-    home: Tensor | None,
     after: Tensor,
     tape: Tape,
     dy: Tensor,
@@ -204,17 +197,17 @@ def backward(
     """All gradients of a segment from those of its reads and of the stack after it."""
     size, d = part.x.shape[1:]
     k = tape.kv[:, :size]
-    same = start is stack
+    same = begun is stack
     # End of the segment and reads.
     dw = (k @ dafter.mT).mul_(tape.tail)
     dk = (tape.w * tape.tail) @ dafter
     dstack = dafter * tape.whole
-    dstart = dstack if same else torch.zeros_like(start)
-    changed = after if home is None else after - home
-    log = (changed * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
+    dbegun = dstack if same else torch.zeros_like(stack)
+    dstart = dbegun if start is begun else torch.zeros_like(stack)
+    log = (after * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
     if rule.read_start:
-        dq = dy @ start[:, :d]
-        dstart[:, :d].baddbmm_(dy.mT, tape.q)
+        dq = dy @ begun[:, :d]
+        dbegun[:, :d].baddbmm_(dy.mT, tape.q)
         moving = torch.zeros_like(log)
     else:
         faded = dy * tape.before
@@ -236,27 +229,16 @@ def backward(
         dk.baddbmm_(pair + pair.mT, k, alpha=-1)
         dseen = du * (-tape.before)
     # Errors.
-    dseen_start, dv, down, along = _errors_back(rule, tape, du, dseen if same else None)
-    dhome = None
-    if home is not None:
-        dhome = _home_back(rule, tape, home, dy, du, dafter, (dk, dq), (moving, along))
+    dseen_begun, dv, down, along = _errors_back(rule, tape, du, dseen if same else None)
     if dseen is not None and not same:
         dk.baddbmm_(dseen, stack)
         dstack.baddbmm_(dseen.mT, k)
-    dkv = tape.kv.new_empty(tape.kv.shape)
-    if down is not None and dseen_start is not None:
-        both = torch.cat([dseen_start, down], 1)
-        torch.bmm(both, start, out=dkv)
-        dstart.baddbmm_(both.mT, tape.kv)
-        dk += dkv[:, :size]
-        dv = dkv[:, size:]
-    else:
-        if down is not None:
-            dv = down @ start
-            dstart.baddbmm_(down.mT, tape.kv[:, size:])
-        if dseen_start is not None:
-            dk.baddbmm_(dseen_start, start)
-            dstart.baddbmm_(dseen_start.mT, k)
+    if dseen_begun is not None:
+        dk.baddbmm_(dseen_begun, begun)
+        dbegun.baddbmm_(dseen_begun.mT, k)
+    if down is not None:
+        dv = down @ start
+        dstart.baddbmm_(down.mT, tape.kv[:, size:])
     # Gates: d log alpha_t = <S', dS'> + sum behind t of (dy . y - dU . U).
     moving = moving - along
     dlog = log + moving.flip(-1).cumsum(-1).flip(-1) - moving
@@ -266,45 +248,23 @@ def backward(
     draw = torch.stack([z * slope[..., 0], dretain / retain], -1)  # [b, C, 2]
     if part.valid is not None:
         draw.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
-    grads = _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstack, dstart, same)
-    return grads._replace(home=dhome)
-
-
-def _home_back(
-    rule: SelfRule,
-    tape: Tape,
-    home: Tensor,
-    dy: Tensor,
-    du: Tensor,
-    dafter: Tensor,
-    grads: tuple[Tensor, Tensor],
-    dots: tuple[Tensor, Tensor],
-) -> Tensor:
-    """The gradient of `home`; adds its share to those of k and q, and takes it out of the dots
-    `dy . y` and `dU . U`."""
-    (dk, dq), (moving, along) = grads, dots
-    d = home.shape[-1]
-    k = tape.kv[:, : dy.shape[1]]
-    gone = 1 - tape.before
-    dhome = dafter * (1 - tape.whole)
-    if not rule.read_start:
-        through = dy @ home[:, :d]
-        moving.sub_((through * tape.q).sum(-1))
-        dq.addcmul_(through, gone)
-        dhome[:, :d].baddbmm_((dy * gone).mT, tape.q)
-    if rule.erase:
-        through = du @ home
-        along.sub_((through * k).sum(-1))
-        dk.addcmul_(through, gone, value=-1)
-        dhome.baddbmm_((du * gone).mT, k, alpha=-1)
-    return dhome
+    dx, dreadout, given = _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstart)
+    return Grads(
+        dstack,
+        None if same else dbegun,
+        None if start is begun else dstart,
+        dx,
+        dreadout,
+        draw,
+        *given,
+    )
 
 
 def _errors_back(
     rule: SelfRule, tape: Tape, du: Tensor, dseen: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """Through the errors: gradients of `K A^T` (added to `dseen`), of v where it is shared, of the
-    memories' answers to v; and `dU . U`, [b, C]."""
+    """Through the errors: gradients of `K begun^T` (added to `dseen`), of v where it is shared, of
+    the memories' answers to v; and `dU . U`, [b, C]."""
     wide = du.view(tape.u.shape)
     dots = (wide * tape.u).sum(-1, keepdim=True)  # [b, C, N, 1]
     along = dots.sum((2, 3))
@@ -329,10 +289,8 @@ def _project_back(
     tape: Tape,
     draw: Tensor,
     grads: tuple[Tensor, Tensor | None, Tensor],
-    dstack: Tensor,
     dstart: Tensor,
-    same: bool,
-) -> Grads:
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Through the projections and the gates' read-outs to x and to the weights at the start."""
     size = part.x.shape[1]
     dsights = draw.mT @ part.x  # [b, 2, d]
@@ -353,9 +311,8 @@ def _project_back(
         if rows is None or into is None or scale is None or grad is None:
             given.append(grad)
             continue
-        given.append(None)
         graw = _unit_back(grad, y, scale)
+        given.append(None if getattr(part, name) is None else graw)
         dx.baddbmm_(graw, rows)
         into.baddbmm_(graw.mT, part.x)
-    bias = draw.sum(1)
-    return Grads(dstack, None if same else dstart, dx, dreadout, bias, *given)
+    return dx, dreadout, given

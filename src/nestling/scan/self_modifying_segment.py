@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, unit
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, unit, whole
 
-__all__ = ["Decay", "answer", "decays", "segment"]
+__all__ = ["Decay", "answer", "decays", "project", "recall", "segment"]
 
 
 class Decay(NamedTuple):
@@ -88,7 +88,6 @@ class _Layer(NamedTuple):
     x: Tensor  # [..., C, i]
     w: Tensor  # [..., C, o]
     pushed: Tensor | None  # [..., C, o]: eta u
-    home: Tensor | None  # [..., o, i]: what retention decays towards; S is then the difference
 
     def only(self, slot: int) -> _Layer:
         """The same for one memory."""
@@ -103,35 +102,29 @@ def _write(
     rate: Tensor,
     decay: Decay,
     momenta: _Momenta | None,
-    home: Tensor | None,
 ) -> _Layer:
     """Solve `w_t = eta_t (u_t - S_{t-1} x_t)` for all tokens of a segment at once.
 
-    With momentum the pushed rows stand apart and `w_t = -eta_t S_{t-1} x_t`. With `home` the
-    recurrence is that of `S - home`, which decays towards zero (deviation 22).
+    With momentum the pushed rows stand apart and `w_t = -eta_t S_{t-1} x_t`.
     """
     x, u = pair
     pushed = rate.unsqueeze(-1) * u
-    if home is not None:
-        weight = weight - home
-        u = u - x @ home.mT
     if momenta is None or moved is None:
         if not rule.erase:
-            return _Layer(weight, None, x, pushed, None, home)
+            return _Layer(weight, None, x, pushed, None)
         alike = x @ x.mT  # [..., C, C]
         right = u - decay.before.unsqueeze(-1) * (x @ weight.mT)
     else:
         if not rule.erase:
-            return _Layer(weight, moved, x, torch.zeros_like(pushed), pushed, home)
+            return _Layer(weight, moved, x, torch.zeros_like(pushed), pushed)
         alike = x @ x.mT
         right = -decay.before.unsqueeze(-1) * (x @ weight.mT)
-        right = right if home is None else right - x @ home.mT
         right = right - momenta.before_c.unsqueeze(-1) * (x @ moved.mT)
         right = right - (momenta.before_p * alike) @ pushed
     system = rate.unsqueeze(-1) * decay.ratio * alike  # strictly lower
     right = rate.unsqueeze(-1) * right
     w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return _Layer(weight, moved, x, w, None if moved is None else pushed, home)
+    return _Layer(weight, moved, x, w, None if moved is None else pushed)
 
 
 def _read(layer: _Layer, q: Tensor, decay: Decay, momenta: _Momenta | None) -> Tensor:
@@ -141,7 +134,7 @@ def _read(layer: _Layer, q: Tensor, decay: Decay, momenta: _Momenta | None) -> T
     if momenta is not None and layer.moved is not None and layer.pushed is not None:
         y = y + momenta.before_c.unsqueeze(-1) * (q @ layer.moved.mT)
         y = y + (momenta.before_p * alike) @ layer.pushed
-    return y if layer.home is None else y + q @ layer.home.mT
+    return y
 
 
 def _end(layer: _Layer, decay: Decay, momenta: _Momenta | None) -> tuple[Tensor, Tensor | None]:
@@ -155,7 +148,7 @@ def _end(layer: _Layer, decay: Decay, momenta: _Momenta | None) -> tuple[Tensor,
         pushed = momenta.left.unsqueeze(-1) * layer.pushed
         moved = momenta.whole[..., None, None] * moved + pushed.mT @ layer.x
     after = after + rows.mT @ layer.x
-    return after if layer.home is None else after + layer.home, moved
+    return after, moved
 
 
 def _answers(weights: Weights, x: Tensor) -> Tensor:
@@ -170,11 +163,21 @@ def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
     return z if weights.second is None else x + silu(z) @ weights.second[:, slot].mT
 
 
-def _project(rule: SelfRule, start: Weights, name: str, part: Inputs) -> Tensor:
+def recall(weights: Weights, initial: Weights | None, q: Tensor) -> Tensor:
+    """What the main memory is asked for, [b, C, d] (Eq. 83): its answer, but without the skip path
+    where the weights are differences from `initial` (deviation 22)."""
+    if initial is None or weights.second is None:
+        return answer(weights, 0, q)
+    return answer(whole(weights, initial), 0, q) - q
+
+
+def project(rule: SelfRule, start: Weights, name: str, part: Inputs) -> Tensor:
+    """k, v or q, [b, C, d]: static, from its memory, or the sum of both, normalised."""
     slot = rule.slot(name)
-    if slot is not None:
-        return unit(answer(start, slot, part.x))
     static: Tensor | None = getattr(part, name)
+    if slot is not None:
+        own = answer(start, slot, part.x)
+        return unit(own if static is None else static + own)
     if static is None:
         raise ValueError(f"{name} is no memory of this rule, so Inputs.{name} must be given")
     return static
@@ -187,6 +190,8 @@ def _gates(rule: SelfRule, start: Weights, part: Inputs) -> tuple[Tensor, Tensor
         slot = rule.slot(name)
         seen = part.x if slot is None else answer(start, slot, part.x)
         raw.append((seen @ part.readout[:, i].unsqueeze(-1)).squeeze(-1) + part.bias[:, i : i + 1])
+        if part.gates is not None:
+            raw[i] = raw[i] + part.gates[..., i]
     retain = rule.retain(raw[1])
     rate = retain * rule.rate_max * torch.sigmoid(raw[0])
     log_retain = retain.log()
@@ -196,13 +201,17 @@ def _gates(rule: SelfRule, start: Weights, part: Inputs) -> tuple[Tensor, Tensor
     return rate, log_retain
 
 
-def _pairs(rule: SelfRule, start: Weights, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Input and clipped error of every layer of every memory, [b, N, C, .] (Eq. 86-87, 92-93)."""
+def _pairs(
+    rule: SelfRule, start: Weights, begun: Weights, k: Tensor, v: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Input and clipped error of every layer of every memory, [b, N, C, .] (Eq. 86-87, 92-93);
+    `begun` are the differences that `start` is the whole of."""
     k, v = k.unsqueeze(1), v.unsqueeze(1)
     many = start.first.shape[1]
     error = unit(_answers(start, v)) if rule.own_values else v.expand(-1, many, -1, -1)
     if rule.objective == "l2":
-        error = error - _answers(start, k)
+        said = _answers(begun if start.second is None else start, k)
+        error = error - (said if begun is start or start.second is None else said - k)
     error = clip(error, rule.clip)
     if start.second is None:
         return [(k, error)]
@@ -212,6 +221,23 @@ def _pairs(rule: SelfRule, start: Weights, k: Tensor, v: Tensor) -> list[tuple[T
     return [(k, inner), (clip(silu(z), 1.0), error)]
 
 
+def _reads(
+    layers: list[_Layer],
+    initial: Weights | None,
+    q: Tensor,
+    decay: Decay,
+    momenta: _Momenta | None,
+) -> Tensor:
+    """`recall` at the weights before each token."""
+    y = _read(layers[0].only(0), q, decay, momenta)
+    if len(layers) == 1:
+        return y
+    if initial is None or initial.second is None:
+        return q + _read(layers[1].only(0), silu(y), decay, momenta)
+    h = silu(y + q @ initial.first[:, 0].mT)
+    return _read(layers[1].only(0), h, decay, momenta) + h @ initial.second[:, 0].mT
+
+
 def segment(
     rule: SelfRule, part: Inputs, weights: Weights, start: Weights
 ) -> tuple[Tensor, Weights]:
@@ -219,8 +245,9 @@ def segment(
 
     Every memory learns its own pairs `k -> vhat` layer by layer, by delta gradient descent (88).
     """
-    k, v = _project(rule, start, "k", part), _project(rule, start, "v", part)
-    q = _project(rule, start, "q", part)
+    begun, start = start, whole(start, part.initial)
+    k, v = project(rule, start, "k", part), project(rule, start, "v", part)
+    q = project(rule, start, "q", part)
     rate, log_retain = _gates(rule, start, part)
     decay = decays(log_retain)
     wide = Decay(*(field.unsqueeze(1) for field in decay))  # beside [b, N, ...]
@@ -232,18 +259,15 @@ def segment(
         wide_momenta = _Momenta(*(field.unsqueeze(1) for field in momenta))
     layers = []
     weighted = [weight for weight in (weights.first, weights.second) if weight is not None]
-    for i, pair in enumerate(_pairs(rule, start, k, v)):
+    for i, pair in enumerate(_pairs(rule, start, begun, k, v)):
         moved = None if weights.moved is None else weights.moved[i]
         pair = (pair[0].expand(-1, pair[1].shape[1], -1, -1), pair[1])
-        home = None if part.initial is None else (part.initial.first, part.initial.second)[i]
         wide_rate = rate.unsqueeze(1)
-        layers.append(_write(rule, weighted[i], moved, pair, wide_rate, wide, wide_momenta, home))
+        layers.append(_write(rule, weighted[i], moved, pair, wide_rate, wide, wide_momenta))
     if rule.read_start:
-        y = answer(start, 0, q)
+        y = recall(begun, part.initial, q)
     else:
-        y = _read(layers[0].only(0), q, decay, momenta)
-        if len(layers) > 1:
-            y = q + _read(layers[1].only(0), silu(y), decay, momenta)
+        y = _reads(layers, part.initial, q, decay, momenta)
     ends = [_end(layer, wide, wide_momenta) for layer in layers]
     moves = tuple(moved for _, moved in ends if moved is not None)
     return y, Weights(ends[0][0], ends[1][0] if len(ends) > 1 else None, moves or None)

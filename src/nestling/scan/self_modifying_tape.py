@@ -61,14 +61,15 @@ def shapes(size: int, like: Tensor) -> Shapes:
 
 
 class Grads(NamedTuple):
-    """Gradients of one segment; `start` is None where the chunk starts at the segment's start."""
+    """Gradients of one segment; `begun` is None where the chunk starts with the segment, `start`
+    where it is the same as begun."""
 
     stack: Tensor  # [b, N d, d]
+    begun: Tensor | None  # [b, N d, d]
     start: Tensor | None  # [b, N d, d]
     x: Tensor  # [b, C, d]
     readout: Tensor  # [b, 2, d]
-    bias: Tensor  # [b, 2]
+    gates: Tensor  # [b, C, 2]
     k: Tensor | None
     v: Tensor | None
     q: Tensor | None
-    home: Tensor | None = None  # [b, N d, d]

@@ -22,6 +22,7 @@ __all__ = [
     "restart",
     "take",
     "unit",
+    "whole",
 ]
 
 ADAPTIVE = ("k", "v", "eta", "alpha", "q")
@@ -47,8 +48,10 @@ class Weights(NamedTuple):
 class Inputs(NamedTuple):
     """What is known before the scan: tokens, and the static parts of the projections.
 
-    `k` and `v` are given where they are no memories; `q` likewise. The gates are read out of
-    `M_eta(x)` and `M_alpha(x)` by `readout`, or out of `x` itself where they are no memories.
+    `k`, `v` and `q` are given where they are no memories; where they are, what is given is added to
+    what the memory says. The gates are read out of `M_eta(x)` and `M_alpha(x)` by `readout`, or out
+    of `x` itself where they are no memories, and added to `bias` and `gates`. With `initial` the
+    weights are differences from it (deviation 22).
     """
 
     x: Tensor  # [b, T, d]
@@ -57,9 +60,10 @@ class Inputs(NamedTuple):
     k: Tensor | None = None  # [b, T, d] unit or zero
     v: Tensor | None = None  # [b, T, d] unit or zero
     q: Tensor | None = None  # [b, T, d] unit or zero
+    gates: Tensor | None = None  # [b, T, 2]: of eta, of alpha
     theta: Tensor | None = None  # [b, T] in [0, 1): the momentum's gate
     valid: Tensor | None = None  # [b, T] bool: False neither writes nor decays
-    initial: Weights | None = None  # what retention decays towards; None: zero (deviation 22)
+    initial: Weights | None = None  # trained, where the weights are differences (deviation 22)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +135,25 @@ class SelfRule:
         return self.names.index(name) if name in self.names else None
 
 
+def whole(weights: Weights, initial: Weights | None) -> Weights:
+    """The memories themselves, where the weights are differences from `initial`."""
+    if initial is None:
+        return weights
+    second = None
+    if weights.second is not None and initial.second is not None:
+        second = initial.second + weights.second
+    return Weights(initial.first + weights.first, second)
+
+
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """L2-normalised along the last dimension; never longer than one, zero stays zero."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def clip(u: Tensor, most: float) -> Tensor:
-    """Shortened to the length `most` along the last dimension where longer."""
-    length = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    """Shortened to the length `most` along the last dimension where longer; differentiable to any
+    order at zero too."""
+    length = ((u * u).sum(-1, keepdim=True) + 1e-16).sqrt()
     return u * (most / length.clamp_min(most))
 
 
@@ -168,6 +183,7 @@ def take(inputs: Inputs, tokens: slice) -> Inputs:
         cut(inputs.k),
         cut(inputs.v),
         cut(inputs.q),
+        cut(inputs.gates),
         cut(inputs.theta),
         cut(inputs.valid),
         inputs.initial,
