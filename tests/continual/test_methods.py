@@ -146,7 +146,8 @@ def test_all_tuned_methods_get_the_same_number_of_trials():
 
 def test_every_trial_is_a_setting_of_its_arm():
     for name, arm in METHODS.items():
-        for change in (*arm.first, *arm.second):
+        assert len(arm.label) in (0, len(arm.first)), name
+        for change in (*arm.first, *arm.second, *arm.label):
             assert set(change) <= set(arm.default), name
 
 

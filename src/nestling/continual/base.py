@@ -8,6 +8,7 @@ cache folder and is made once.
 from __future__ import annotations
 
 import gzip
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,12 @@ def recipe(name: str, data: Path, cache: Path, *, quick: bool = False) -> Recipe
             cache=str(cache / "corpora"),
         ),
         optim=Optim(lr=2e-3, warmup=50),
-        run=Run(steps=400, rows=16, seed=0, eval_every=200, save_every=100, keep=1),
+        run=Run(steps=400, rows=16, seed=0, eval_every=200, save_every=50, keep=1),
     )
 
 
 def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Base:
-    """The base model of this name, trained now if the cache has none.
+    """The base model of this name, trained now if the cache has none that fits the code.
 
     Any other name is a pretrained model: a .gguf file, a llama2.c .bin file or a folder.
     """
@@ -83,12 +84,16 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
     chosen = recipe(name, data, cache, quick=quick)
     label = f"{name}-quick" if quick else name
     folder = cache / "bases" / label
-    if not (folder / "model" / "config.json").is_file():
-        from nestling.train.loop import train
+    if (folder / "model" / "config.json").is_file():
+        try:
+            return Base(name=label, text=_lines(data), **_saved(folder / "model"))
+        except RuntimeError:  # weights of another version of the model
+            shutil.rmtree(folder)
+    from nestling.train.loop import train
 
-        outcome = train(chosen, folder)
-        if outcome.signal is not None:
-            raise KeyboardInterrupt
+    outcome = train(chosen, folder)
+    if outcome.signal is not None:
+        raise KeyboardInterrupt
     return Base(name=label, text=_lines(data), **_saved(folder / "model"))
 
 

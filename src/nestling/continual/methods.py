@@ -74,13 +74,17 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A method: `make` builds it; tuning tries `first`, then `second` on top of the best."""
+    """A method: `make` builds it; tuning tries `first`, then `second` on top of the best.
+
+    `label` stands in for `first` where label texts are read, and other rates are needed.
+    """
 
     title: str
     make: Callable[[Setup, Setting], Method]
     default: Setting
     first: tuple[Setting, ...] = ()
     second: tuple[Setting, ...] = ()
+    label: tuple[Setting, ...] = ()
     group: str = "baseline"
 
 
@@ -232,6 +236,7 @@ def _grid(rates: Sequence[Setting]) -> tuple[Setting, ...]:
 
 
 _FIRST = _grid(({"lr": 0.003}, {"lr": 0.01}, {"adam": 1e-4}))
+_LABEL = _grid(({"lr": 0.1}, {"lr": 1.0}, {"adam": 1e-3}))
 _SECOND = ({"epochs": PASSES}, {"epochs": PASSES, "scale": 3.0})
 _DEFAULT = {"loss": "present", "lr": 0.01, "adam": 0.0, "scale": 1.0, "epochs": 1}
 _POWERS = ({"epochs": PASSES}, {"epochs": PASSES, "power": 0.0})
@@ -248,6 +253,7 @@ def _cms_arm(k: int, *, frequency: bool = True) -> Arm:
         default=_CMS_DEFAULT,
         first=tuple({"lr": lr, "shrink": s} for lr in (1e-3, 3e-3) for s in _SHRINKS),
         second=({"prior": 1.0}, {"stiff": 1000.0}),
+        label=_knob("lr", (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)),
         group="cms" if frequency else "control",
     )
 
@@ -271,6 +277,7 @@ METHODS: dict[str, Arm] = {
         default=_DEFAULT,
         first=_FIRST,
         second=_SECOND,
+        label=_LABEL,
     ),
     "ewc": Arm(
         title="EWC",
@@ -278,6 +285,7 @@ METHODS: dict[str, Arm] = {
         default={**_DEFAULT, "strength": 10.0},
         first=_FIRST,
         second=tuple({"epochs": PASSES, "strength": strength} for strength in (10.0, 100.0)),
+        label=_LABEL,
     ),
     "lora": Arm(
         title="LoRA",
@@ -347,11 +355,12 @@ METHODS: dict[str, Arm] = {
             "temper": 0.3,
             "decay": 0.1,
             "epochs": 5,
-            "shrink": 1e-3,
+            "shrink": 3e-4,
             "prior": 0.0,
         },
-        first=tuple({"adam": a, "temper": t} for a in (1e-4, 3e-4, 1e-3) for t in (0.3, 1.0)),
-        second=({"prior": 1.0}, {"epochs": 15}),
+        first=tuple({"adam": a, "temper": t} for a in (3e-5, 1e-4, 3e-4) for t in (0.3, 1.0)),
+        second=({"shrink": 1e-3}, {"epochs": 15}),
+        label=_knob("adam", (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
         group="bound",
     ),
 }

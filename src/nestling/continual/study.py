@@ -82,7 +82,8 @@ class Study:
         best = dict(arm.default)
         if not self.plan.tune:
             return best
-        for changes in (arm.first, arm.second):
+        first = arm.label if arm.label and self.plan.readout == "label" else arm.first
+        for changes in (first, arm.second):
             tried = [best] if changes is arm.second else []
             tried += [{**best, **change} for change in changes]
             if len(tried) > 1:
@@ -105,7 +106,7 @@ class Study:
     def _run(self, method: str, setting: Setting, seed: int, split: str) -> dict[str, Any]:
         plan, train = self.plan, self.features.train
         test: Encoded = self.features.valid if split == "valid" else self.features.test
-        if METHODS[method].group == "prompt":
+        if METHODS[method].group in ("prompt", "adapt"):
             test = _balanced(test, plan.prompt_sample, class_order(self.dataset, seed), seed)
         setup = Setup(
             base=self.base,

@@ -122,7 +122,8 @@ class Top(nn.Module):
             if text is not None:
                 self.centre, self.scale = sample.mean(0), 1.0 / sample.std(0).clamp(min=1e-3)
             self.width = sample.shape[1]
-            start = torch.zeros(classes, self.width) if readout == "head" else labels.clone()
+            scaled = labels / labels.norm(dim=1).mean().clamp(min=1e-6)  # rates as for a head
+            start = torch.zeros(classes, self.width) if readout == "head" else scaled
         self.head = nn.Linear(start.shape[1], classes, bias=readout == "head")
         self.head.weight = nn.Parameter(start, requires_grad=readout == "head")
         if readout == "head":
