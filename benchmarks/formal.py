@@ -30,13 +30,19 @@ from nestling.host import keep_memory
 from nestling.models import presets
 
 SIZE = presets.Size(width=32, layers=1, heads=2, vocabulary=8, parameters=24_000)
-STEPS, BATCH = 300, 16
+STEPS, BATCH = 600, 16
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 SHORT, LONG = (2, 25), (26, 50)
 
-# Chunk 1 is Eq. 83-88 to the letter; rates up to twice the retention let a write flip a sign.
-# One head starts with slow writes, one with writes that replace what was there.
-HOPE = {"chunk": 1, "chunk_others": 1, "negative": True, "rates": (0.1, 1.0)}
+# Chunk 1 without the residual form is Eq. 83-88 to the letter; rates up to twice the retention let
+# a write flip a sign. One head starts with slow writes, one with writes that replace.
+HOPE = {
+    "chunk": 1,
+    "chunk_others": 1,
+    "negative": True,
+    "rates": (0.1, 1.0),
+    "residual": False,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hope": ("hope", HOPE),
     "transformer": ("transformer", {"rope": 0.0, "conv": 4}),
