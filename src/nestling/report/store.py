@@ -58,8 +58,9 @@ class Store:
         return self.folder.joinpath(*plain[:-1]) / f"{plain[-1]}.json"
 
     def read(self, name: str = "") -> Iterator[dict[str, Any]]:
-        """All results whose name begins so."""
-        for path in sorted(self.folder.rglob(f"{name}*.json")):
+        """All results whose name begins so, the newest last."""
+        found = self.folder.rglob(f"{name}*.json")
+        for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             yield self._load(path)
 
     def _load(self, path: Path) -> dict[str, Any]:
