@@ -17,7 +17,8 @@ NAMES = {
     "transformer": "Transformer++",
     "titans": "Titans",
     "deltanet": "DeltaNet",
-    "hope_printed": "Hope, retention towards zero (Eq. 88 as printed)",
+    "hope_parallel": "Hope, levels side by side (Eq. 74)",
+    "hope_printed": "Hope as printed (Eq. 83-88)",
 }
 Runs = dict[str, list[dict[str, Any]]]
 
@@ -120,9 +121,5 @@ def _picture(runs: Runs, length: int) -> str:
         x = [length * (i + 0.5) for i in range(len(each))]
         mean = [m for m, _ in each]
         low, high = [m - h for m, h in each], [m + h for m, h in each]
-        drawn.append(
-            Line(
-                NAMES[arm].split(",")[0] + " printed" * (arm == "hope_printed"), x, mean, low, high
-            )
-        )
+        drawn.append(Line(NAMES[arm].split(" (")[0], x, mean, low, high))
     return lines(drawn, x="position (bytes)", y="loss (nats per byte)")
