@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nestling.cms import Continuum, Factors, MemoryLevel
-from nestling.cms.fast import dense, norm2, truncate
+from nestling.cms import fast as differences
+from nestling.cms.fast import add, dense, norm2, step, truncate
 
 
 def random_factors(columns, seed=0, decay=0.7):
@@ -16,7 +17,7 @@ def random_factors(columns, seed=0, decay=0.7):
     return Factors(left * decay ** torch.arange(columns), right)
 
 
-@pytest.mark.parametrize("columns", [5, 12, 200])
+@pytest.mark.parametrize("columns", [5, 12, 17, 24, 200])
 def test_truncation_is_the_best_approximation_and_says_what_it_drops(columns):
     factors = random_factors(columns)
     kept, lost = truncate(factors, 8)
@@ -28,6 +29,37 @@ def test_truncation_is_the_best_approximation_and_says_what_it_drops(columns):
     torch.testing.assert_close(found, best, rtol=1e-3, atol=1e-9)
     torch.testing.assert_close(lost, found, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(norm2(kept), dense(kept).square().sum((-2, -1)))
+
+
+@pytest.mark.parametrize("rows", [1 << 17, 64])
+def test_a_step_in_blocks_is_the_step(monkeypatch, rows):
+    monkeypatch.setattr(differences, "BLOCK", rows)  # 64: two rows at a time
+    gradient, generator = random_factors(6), torch.Generator().manual_seed(1)
+    old = torch.randn(2, 40, 30, dtype=torch.float64, generator=generator)
+    for before, start in ((old, old), (None, torch.zeros_like(old))):
+        done = step(before, gradient, -0.3, 0.9)
+        want = 0.9 * start - 0.3 * dense(gradient)
+        torch.testing.assert_close(done.fast, want)
+        torch.testing.assert_close(done.norm2, want.square().sum((-2, -1)))
+        torch.testing.assert_close(done.gradient2, dense(gradient).square().sum((-2, -1)))
+
+
+def test_sums_take_the_smaller_form():
+    few, many = random_factors(4), random_factors(30, seed=2)
+    assert isinstance(add(few, few), Factors)
+    assert isinstance(add(few, many), torch.Tensor)  # 34 columns of a 40 x 30 matrix
+    for one, other in ((few, few), (few, many), (dense(few), many), (many, dense(few))):
+        torch.testing.assert_close(dense(add(one, other)), dense(one) + dense(other))
+
+
+def test_truncating_a_matrix_is_the_best_approximation():
+    full = dense(random_factors(200))
+    kept, lost = truncate(full, 8)
+    best = torch.linalg.svdvals(full)[:, 8:].square().sum(-1).sqrt()
+    torch.testing.assert_close(
+        (dense(kept) - full).square().sum((-2, -1)).sqrt(), best, rtol=1e-3, atol=0
+    )
+    torch.testing.assert_close(lost, best, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("retain", [1.0, 0.8])

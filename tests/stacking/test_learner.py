@@ -67,6 +67,32 @@ def _mlp(model):
     return [p for name, p in model.named_parameters() if ".mlp." in name and p.dim() == 2]
 
 
+def test_a_slow_level_that_only_receives_brings_a_text_back():
+    """A, B, and the slow level alone: A is still there; without it, it is not."""
+    a, b = repeated(257), tokens(257, 9)
+    options = {"rate": [0.5, 0.0], "retain": [0.8, 1.0], "transfer": "move", "transfer_rate": 0.2}
+    learner = nestling.adapt(tiny(), [8, 16], **options)
+    frozen = learner.score(a)
+    learner.learn(a)
+    learner.new_text()
+    learner.learn(b)
+    learner.reset("fast")
+    kept = learner.score(a)
+    learner.reset("slow")
+    assert kept < frozen
+    assert learner.score(a) == frozen
+
+
+def test_what_a_slow_level_receives_can_raise_the_alarm():
+    limits = Limits(drift=0.12)
+    options = {"rate": [0.2, 0.0], "retain": [0.5, 1.0], "transfer": "move", "limits": limits}
+    learner = nestling.adapt(tiny(), [8, 16], **options)
+    with pytest.warns(DriftWarning, match="'slow'.*drift"):
+        report = learner.learn(repeated(1025))
+    assert report.alarms[0].level == "slow"
+    assert learner.drift[1].drift <= 0.12
+
+
 def test_our_own_models_can_be_adapted_too():
     torch.manual_seed(0)
     config = presets.tiny(mixer="hope", hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -155,9 +181,13 @@ def test_a_rank_is_exact_until_it_is_exceeded_and_small():
 def test_moving_keeps_what_is_read_and_slow_levels_keep_it():
     stream, ids = repeated(97), tokens(20, 5)
     plain = nestling.adapt(tiny(), [8, 32], rate=[0.5, 0.0])
-    moved = nestling.adapt(tiny(), [8, 32], rate=[0.5, 1e-9], transfer="move")
+    moved = nestling.adapt(tiny(), [8, 32], rate=[0.5, 0.0], transfer="move")  # only receives
     for learner in (plain, moved):
-        learner.learn(stream)
+        report = learner.learn(stream)
+    received = [change for change in report.changes if change.level == "slow"]
+    assert [change.position for change in received] == [32, 64, 96]
+    assert moved.drift[1].updates == 3
+    assert received[-1].drift == moved.drift[1].drift
     assert torch.allclose(plain(ids[None]).logits, moved(ids[None]).logits, atol=1e-4)
     assert moved.drift[1].drift == pytest.approx(plain.drift[0].drift, rel=1e-3)
     assert moved.drift[0].drift == 0.0  # position 96 is a multiple of 32: all has just moved

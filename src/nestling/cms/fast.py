@@ -14,12 +14,28 @@ Subspace iteration carries a few more columns than asked for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from nestling.cms.core import Factors, Fast, Part
 
-__all__ = ["add", "dense", "merge", "norm2", "read", "scale", "smaller", "truncate"]
+__all__ = [
+    "Stepped",
+    "add",
+    "dense",
+    "merge",
+    "norm2",
+    "read",
+    "scale",
+    "smaller",
+    "step",
+    "truncate",
+]
+
+BLOCK = 1 << 17
+"""Numbers that stay in a processor's cache while something is done with them."""
 
 EXTRA = 8
 """Columns of a subspace beyond the rank asked for."""
@@ -59,17 +75,49 @@ def scale(fast: Fast, factor: Tensor | float) -> Fast:
 
 
 def add(one: Fast, other: Fast) -> Fast:
-    """The sum of two differences (factors are joined, not truncated; with a matrix, a matrix)."""
+    """The sum of two differences; factors are joined as long as the matrix is not smaller."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, Factors) and isinstance(other, Factors):
-        left = torch.cat([one.left, other.left], -1)
-        return Factors(left, torch.cat([one.right, other.right], -1))
+        left, right = (torch.cat(sides, -1) for sides in zip(one, other, strict=True))
+        if smaller(left.shape[-1], left.shape[-2], right.shape[-2]):
+            return Factors(left, right)
+        return left @ right.mT
     if isinstance(one, Factors):
         one, other = other, one
     if isinstance(other, Factors):
         return torch.baddbmm(dense(one), other.left, other.right.mT)
     return dense(one) + other
+
+
+class Stepped(NamedTuple):
+    """A full difference after a step, and the squared norms of the gradient and of it: [B]."""
+
+    fast: Tensor
+    gradient2: Tensor
+    norm2: Tensor
+
+
+def step(old: Tensor | None, gradient: Factors, strength: float, retain: float) -> Stepped:
+    """`retain Delta + strength G` for a gradient in factors: [B, Do, Di].
+
+    Some rows at a time, so that neither the gradient nor what the norms need goes through memory.
+    """
+    left, right = gradient
+    batch, outputs, inputs = left.shape[0], left.shape[-2], right.shape[-2]
+    new = left.new_empty(batch, outputs, inputs)
+    gradient2, squares = left.new_zeros(batch), left.new_zeros(batch)
+    rows = max(BLOCK // inputs, 1)
+    for which in range(batch):
+        for start in range(0, outputs, rows):
+            block = new[which, start : start + rows]
+            torch.mm(left[which, start : start + rows], right[which].mT, out=block)
+            gradient2[which] += torch.linalg.vector_norm(block).square()
+            block.mul_(strength)
+            if old is not None:
+                block.add_(old[which, start : start + rows], alpha=retain)
+            squares[which] += torch.linalg.vector_norm(block).square()
+    return Stepped(new, gradient2, squares)
 
 
 def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:

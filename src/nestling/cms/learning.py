@@ -7,7 +7,7 @@ differentiated; otherwise no history is kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,14 +94,10 @@ def collect(state: LevelState, segment: Segment, plan: Plan, number: int) -> Lev
     pairs: list[Pairs | None] = []
     lost = state.lost
     for own, old, old_pairs in zip(plan.parts[number], state.sums, state.pairs, strict=True):
-        new: Fast
-        if level.rank is None:
-            new = differences.add(old, segment.gradient(own, dtype))
-        else:
-            new = differences.add(old, segment.compact(own, dtype))
-            if old is not None and new is not None:
-                new, dropped = differences.truncate(new, 4 * level.rank)
-                lost = lost + dropped
+        new = differences.add(old, segment.compact(own, dtype))
+        if level.rank is not None and old is not None and new is not None:
+            new, dropped = differences.truncate(new, 4 * level.rank)
+            lost = lost + dropped
         sums.append(new)
         pairs.append(_join(old_pairs, segment.pairs(own)) if plan.pairs[number] else None)
     return state._replace(
@@ -151,40 +147,68 @@ def release(
     if not bool(some.any()):
         return state, None
     factor = _factor(state.seen, plan.mean)
-    new_fast: list[Fast] = []
-    new_rule: list[Any] = []
-    lost, squares = state.lost, torch.zeros_like(state.seen)
+    moved = []
     for place, own in enumerate(plan.parts[number]):
         if plan.plain[number]:
-            retain = level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
-            after = _descend(state.fast[place], state.sums[place], rate, factor, retain)
-            memory = None
-            if level.rank is not None and after is not None:
-                after, dropped = differences.truncate(after, level.rank)
-                lost = lost + dropped
+            moved.append(_plain(state, level, place, rate, factor, measure))
         else:
             after, memory = _by_rule(state, level, place, weight(own), rate, factor)
-        new_fast.append(after)
-        new_rule.append(memory)
-        if measure:
-            squares = squares + differences.norm2(state.sums[place])
+            moved.append(_Moved(after, memory, 0.0, *_squares(state.sums[place], after, measure)))
     nothing = (None,) * len(state.fast)
     new = state._replace(
-        fast=tuple(new_fast),
-        rule=tuple(new_rule),
+        fast=tuple(each.fast for each in moved),
+        rule=tuple(each.rule for each in moved),
         sums=nothing,
         pairs=nothing,
         seen=torch.zeros_like(state.seen),
         surprise=torch.zeros_like(state.surprise),
         updates=state.updates + some,
-        lost=lost,
+        lost=state.lost + sum(each.lost for each in moved),
     )
     mean_loss = (state.surprise / state.seen.clamp(min=1)).detach()
     gradient = norm = torch.full_like(state.seen, torch.nan)
     if measure:
-        gradient = (squares.sqrt() * _flat(factor)).detach()
-        norm = _norm(new.fast, state.seen).detach()
+        squares = norms = torch.zeros_like(norm)
+        for each in moved:
+            squares, norms = squares + each.gradient2, norms + each.norm2
+        gradient, norm = (squares.sqrt() * _flat(factor)).detach(), norms.sqrt().detach()
     return new, Update(position, level.name, mean_loss, gradient, norm)
+
+
+class _Moved(NamedTuple):
+    """One part after an update, with what was measured: each a number or [B]."""
+
+    fast: Fast
+    rule: Any
+    lost: Tensor | float
+    gradient2: Tensor | float
+    norm2: Tensor | float
+
+
+def _plain(
+    state: LevelState, level: MemoryLevel, place: int, rate: Rate, factor: Rate, measure: bool
+) -> _Moved:
+    """One part's step by gradient descent."""
+    old, total, some = state.fast[place], state.sums[place], state.seen > 0
+    numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
+    numbers = numbers and level.rank is None and not torch.is_grad_enabled()
+    if numbers and isinstance(total, Factors) and not isinstance(old, Factors):
+        done = differences.step(old, total, float(-rate * factor), level.retain)
+        return _Moved(done.fast, None, 0.0, done.gradient2, done.norm2)
+    retain = level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
+    after, lost = _shape(_descend(old, total, rate, factor, retain), level.rank)
+    return _Moved(after, None, lost, *_squares(total, after, measure))
+
+
+def _shape(fast: Fast, rank: int | None) -> tuple[Fast, Tensor | float]:
+    """As a level keeps it, a matrix or factors of its rank, and the norm of what that drops."""
+    if fast is None:
+        return None, 0.0
+    return (differences.dense(fast), 0.0) if rank is None else differences.truncate(fast, rank)
+
+
+def _squares(total: Fast, after: Fast, measure: bool) -> tuple[Tensor | float, Tensor | float]:
+    return (differences.norm2(total), differences.norm2(after)) if measure else (0.0, 0.0)
 
 
 def _by_rule(
@@ -192,8 +216,9 @@ def _by_rule(
 ) -> tuple[Tensor, Any]:
     """One part's step by any rule: its difference and the rule's state."""
     total, old, memory = state.sums[place], state.fast[place], state.rule[place]
-    if not isinstance(total, Tensor) or isinstance(old, Factors):
+    if total is None or isinstance(old, Factors):
         raise TypeError("a rule other than gradient descent needs a full gradient (rank=None)")
+    total = differences.dense(total)
     pairs = state.pairs[place]
     write = Write(total * factor)
     if pairs is not None:
@@ -264,9 +289,8 @@ def transfer(state: LevelState, plan: Plan, number: int, *, rate: Rate, graph: b
     elif plan.transfer == "second_order":
         starts = _second_order(state, plan, strength, graph)
     for place, new in enumerate(starts):
-        if rank is not None and new is not None:
-            starts[place], dropped = differences.truncate(new, rank)
-            lost = lost + dropped
+        starts[place], dropped = _shape(new, rank)
+        lost = lost + dropped
     nothing = (None,) * len(state.fast)
     return state._replace(
         fast=tuple(starts),
@@ -307,13 +331,6 @@ def _factor(seen: Tensor, mean: bool) -> Rate:
 
 def _flat(factor: Rate) -> Rate:
     return factor.view(-1) if isinstance(factor, Tensor) else factor
-
-
-def _norm(fast: tuple[Fast, ...], like: Tensor) -> Tensor:
-    total = torch.zeros_like(like)
-    for part in fast:
-        total = total + differences.norm2(part)
-    return total.sqrt()
 
 
 def _join(old: Pairs | None, new: Pairs) -> Pairs:

@@ -20,7 +20,7 @@ from nestling.cms import fast as differences
 from nestling.cms.reading import Reading
 from nestling.cms.slots import cut, weight_of
 from nestling.stacking import memory_files
-from nestling.stacking.consolidate import check_move, move
+from nestling.stacking.consolidate import check_move, move, moving
 from nestling.stacking.texts import as_ids, check_range, encode, pieces
 from nestling.stacking.watch import (
     Alarm,
@@ -125,10 +125,9 @@ class Learner:
     def drift(self) -> tuple[Drift, ...]:
         """Where each level stands."""
         standing = []
-        for level, state in zip(self.levels, self.state.levels, strict=True):
-            last = self._last.get(level.name)
-            squares = sum(float(torch.as_tensor(differences.norm2(f)).sum()) for f in state.fast)
-            far = math.sqrt(squares) / max(self._norms[level.name], 1e-30)
+        for number, level in enumerate(self.levels):
+            last, state = self._last.get(level.name), self.state.levels[number]
+            far = self._far(self.state, number)
             surprise, gradient = (last.surprise, last.gradient) if last else (math.nan, math.nan)
             updates = int(state.updates[0])
             standing.append(Drift(level.name, level.chunk, updates, surprise, gradient, far))
@@ -247,12 +246,17 @@ class Learner:
         chunks = [int(level.chunk) for level in self.levels if level.active] or [PIECE]
         step = min(chunks) * max(1, PIECE // min(chunks))
         read = int(self.state.start[0]) + self.state.tokens.shape[1]
-        steps = [step, *(chunks if self._move_share is not None else ())]
+        steps = [step]
+        if self._move_share is not None:
+            steps += [int(self.levels[n].chunk) for n in moving(self.continuum)]
         return min(each - (read - 1) % each if read else each + 1 for each in steps)
 
     def _learn_piece(self, ids: Tensor, report: Report) -> None:
         out = self.continuum(ids[None].to(self.device), self.state, keep_logits=False)
-        made = changes(out.updates, self._norms)
+        made, state = changes(out.updates, self._norms), out.state
+        if self._move_share is not None:
+            state = move(self.continuum, state, self._move_share)
+            made += self._received(state, made)
         alarm = find_alarm(made, self.limits)
         report.add(out.losses[0], len(ids))
         if alarm is not None:
@@ -262,15 +266,31 @@ class Learner:
             if self.on_alarm is not None:
                 self.on_alarm(alarm)
             return
-        self.state = out.state
-        if self._move_share is not None:
-            self.state = move(self.continuum, self.state, self._move_share)
+        self.state = state
         report.changes += made
         self.history.extend(made)
         self._last |= {change.level: change for change in made}
         slowest = max((level for level in self.levels if level.active), key=_chunk, default=None)
         if slowest is not None and any(change.level == slowest.name for change in made):
             self._snapshots.add(self.state)
+
+    def _received(self, state: ContinuumState, made: list[Change]) -> list[Change]:
+        """Levels of rate 0 that were due: they changed by what has moved into them."""
+        due = [
+            number
+            for number in moving(self.continuum)[1:]
+            if not self.levels[number].active and self.levels[number].due(state.position)
+        ]
+        last = made[-1].surprise if made else 0.0
+        return [
+            Change(state.position, self.levels[n].name, last, 0.0, self._far(state, n)) for n in due
+        ]
+
+    def _far(self, state: ContinuumState, number: int) -> float:
+        """A level's drift: the norm of its difference over that of the weights it sits on."""
+        fast = state.levels[number].fast
+        squares = sum(float(torch.as_tensor(differences.norm2(part)).sum()) for part in fast)
+        return math.sqrt(squares) / max(self._norms[self.levels[number].name], 1e-30)
 
     # Going back, and further
 
