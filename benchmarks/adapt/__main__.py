@@ -28,15 +28,18 @@ from store import Store
 from nestling.host import keep_memory
 
 PARTS = ("frontier", "loop", "recall", "smollm2")
+SEEDS = {"frontier": (3, 4, 5, 8, 9), "loop": loop.BOOKS, "recall": (0, 1, 2, 3, 4)}
+SEEDS["smollm2"] = (0, 1, 2)
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
-    parser.add_argument("--seeds", type=int, help="of each part (default 3, the loop 5)")
+    parser.add_argument("--seeds", type=int, help="how many of each part's seeds (default: all)")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--smollm2", type=Path, help="the GGUF file, for the part smollm2")
+    parser.add_argument("--arms", type=int, help="only the first so many arms of smollm2")
     parser.add_argument("--store", type=Path, default=ROOT / "out" / "adapt")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()
@@ -45,8 +48,7 @@ def main() -> None:
     keep_memory()
     store = Store(options.store)
     for part in options.parts:
-        count = options.seeds or (5 if part == "loop" else 3)
-        result = run(part, options, store, tuple(range(count)))
+        result = run(part, options, store, SEEDS[part][: options.seeds])
         store.put(f"part {part}", result)
     print(report.write(options.store, options.docs))
 
@@ -58,14 +60,17 @@ def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, 
         if options.smollm2 is None:
             raise SystemExit("the part smollm2 needs --smollm2 FILE.gguf")
         base = texts.smollm2(options.smollm2, data)
-        return frontier.study("smollm2", base, data, store, seeds, arms.SMOLLM2, (2048, 512))
+        zero = store.get("smollm2 rate 0", lambda: frontier.rate_zero(base, data))
+        names = list(arms.SMOLLM2)[: options.arms]
+        some = {name: arms.SMOLLM2[name] for name in names}
+        result = frontier.study("smollm2", base, data, store, seeds, some, (2049, 512))
+        result["rate 0"] = zero
+        return result
     base = texts.stories(data)
     if part == "frontier":
-        penalty = frontier.best_penalty(base, data, store, (4096, 2048))
-        chosen = {**arms.ARMS, f"EWC, penalty {penalty:g}": arms.ewc(penalty)}
-        return frontier.study("frontier", base, data, store, seeds, chosen, (4096, 2048))
+        return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4097, 2048))
     if part == "loop":
-        return loop.study(base, data, store, seeds, arms.LOOP)
+        return loop.study(base, data, store, seeds)
     return recall.study(base, store, seeds)
 
 

@@ -3,35 +3,73 @@
 Every arm learns the same stream once, at each of its rates; then the loss on the stream's
 continuation (new) and on held-out text of the base model's own kind (old) is measured. The curve of
 an arm runs through its rates. Arms are compared at the same new loss, by linear interpolation.
+
+Each arm has as many variants and rates as every other. The variant is chosen on tuning books, which
+are not seeds: the least new + old loss at its best rate, mean over the books.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 from typing import Any
 
-from arms import PENALTIES, Arm, ewc
-from texts import Base, book
+import torch
+from arms import Arm, Learn
+from texts import TUNING, Base
 
 import nestling
 
-TUNING_BOOK = 7
 
-
-def run(base: Base, data: Any, arm: Arm, rate: float, seed: int, size: tuple[int, int]) -> Any:
-    """One arm at one rate on one book."""
+def run(base: Base, data: Any, learn: Learn, rate: float, which: int, size: Any) -> Any:
+    """One way of learning at one rate on one book."""
     length, continued = size
-    ids = book(base, data, seed, length + continued)
-    score = arm.learn(base, ids[:length], rate)
+    ids = base.text(base, data, which, length + continued)
+    score = learn(base, ids[:length], rate)
     return {"new": score(ids[length:]), "old": score(base.old)}
 
 
-def frozen(base: Base, data: Any, seed: int, size: tuple[int, int]) -> Any:
+def frozen(base: Base, data: Any, which: int, size: tuple[int, int]) -> Any:
     """The base model itself."""
     length, continued = size
-    ids = book(base, data, seed, length + continued)
+    ids = base.text(base, data, which, length + continued)
     learner = nestling.adapt(base.model, [64], rate=0.0)
     return {"new": learner.score(ids[length:]), "old": learner.score(base.old)}
+
+
+def rate_zero(base: Base, data: Any) -> dict[str, Any]:
+    """Whether a learner at rate 0 answers as the base model, to the bit, after reading."""
+    ids = base.text(base, data, 0, 512)
+    learner = nestling.adapt(base.model, [64, 128, 256], rate=0.0)
+    learner.learn(ids[:384])
+    with torch.no_grad():
+        same = torch.equal(learner(ids[None]).logits, base.model(ids[None]).logits)
+    return {"same": same, "tokens": len(ids)}
+
+
+def choose(
+    name: str, base: Base, data: Any, store: Any, label: str, arm: Arm, size: Any
+) -> dict[str, Any]:
+    """The variant with the least new + old loss on the tuning books; all sums are kept."""
+    sums: dict[str, float] = {}
+    if len(arm.variants) == 1:
+        return {"variant": next(iter(arm.variants)), "tried": sums, "rates": list(arm.rates)}
+    for variant, learn in arm.variants.items():
+        found = {
+            rate: statistics.fmean(
+                sum(
+                    store.get(
+                        f"{name} {label}, {variant} {rate:g} tune {which}",
+                        lambda r=rate, w=which, f=learn: run(base, data, f, r, w, size),
+                    ).values()
+                )
+                for which in TUNING[:1]
+            )
+            for rate in arm.rates
+        }
+        sums[variant] = min(found.values())
+    best = min(sums, key=sums.__getitem__)
+    return {"variant": best, "tried": sums, "rates": list(arm.rates)}
 
 
 def study(
@@ -43,39 +81,32 @@ def study(
     arms: dict[str, Arm],
     size: tuple[int, int],
 ) -> dict[str, Any]:
-    """Seed by seed, arm by arm, rate by rate."""
-    results: dict[str, Any] = {"frozen": {}, "arms": {arm: {} for arm in arms}, "size": size}
+    """Choose every arm's variant; then seed by seed, arm by arm, rate by rate."""
+    chosen = {
+        label: choose(name, base, data, store, label, arm, size) for label, arm in arms.items()
+    }
+    results: dict[str, Any] = {
+        "frozen": {}, "arms": {arm: {} for arm in arms}, "size": size, "chosen": chosen
+    }  # fmt: skip
     for seed in seeds:
         results["frozen"][seed] = store.get(
-            f"{name} frozen seed {seed}", lambda s=seed: frozen(base, data, s, size)
+            f"{name} frozen book {seed}", lambda s=seed: frozen(base, data, s, size)
         )
         for label, arm in arms.items():
+            variant = chosen[label]["variant"]
             for rate in arm.rates:
                 done = store.get(
-                    f"{name} {label} {rate:g} seed {seed}",
-                    lambda a=arm, r=rate, s=seed: run(base, data, a, r, s, size),
+                    f"{name} {label}, {variant} {rate:g} book {seed}",
+                    lambda f=arm.variants[variant], r=rate, s=seed: run(base, data, f, r, s, size),
                 )
                 results["arms"][label].setdefault(seed, []).append({"rate": rate, **done})
     return results
 
 
-def best_penalty(base: Base, data: Any, store: Any, size: tuple[int, int]) -> float:
-    """EWC's penalty with the least new + old loss on a book that is not a seed."""
-    sums = {}
-    for penalty in PENALTIES:
-        for rate in (0.003, 0.008):
-            done = store.get(
-                f"frontier EWC tune {penalty:g} {rate:g}",
-                lambda p=penalty, r=rate: run(base, data, ewc(p), r, TUNING_BOOK, size),
-            )
-            sums[penalty] = min(sums.get(penalty, 1e9), done["new"] + done["old"])
-    return min(sums, key=sums.__getitem__)
-
-
 def old_at(points: list[dict[str, float]], new: float) -> float | None:
     """The old loss where an arm's curve through its rates first reaches this new loss.
 
-    None where it never does, or only below its lowest rate, where the curve is not known.
+    None where it never does.
     """
     for before, after in itertools.pairwise(points):
         if after["new"] <= new <= before["new"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +22,31 @@ BOOKS = (
     "the_war_of_the_worlds",
     "great_expectations",
     "the_picture_of_dorian_gray",
+    "middlemarch",
+    "wuthering_heights",
+    "a_tale_of_two_cities",
+    "the_count_of_monte_cristo",
+    "adventures_of_huckleberry_finn",
+    "crime_and_punishment",
+    "war_and_peace",
+    "david_copperfield",
+    "pride_and_prejudice",
+    "the_brothers_karamazov",
 )
+TUNING = (7, 6)  # books on which settings are chosen; never seeds
 
 
 class Base(NamedTuple):
-    """A pretrained model, its tokenizer, and ids of the kind of text it was trained on."""
+    """A pretrained model, its tokenizer, ids of the kind of text it knows, and what it is to learn.
+
+    `text(base, data, number, count)` gives `count` tokens of text `number`.
+    """
 
     model: Any
     tokenizer: Any
     old: Tensor  # held out, for measuring
     replay: Tensor  # other text of the same kind, for replay and Fisher information
+    text: Callable[..., Tensor]
 
 
 def stories(data: Path) -> Base:
@@ -39,16 +55,16 @@ def stories(data: Path) -> Base:
     model.requires_grad_(False)
     measured = _stories(tokenizer, data / "tinystories" / "stories_b_3118.txt.gz", 4096)
     replay = _stories(tokenizer, data / "tinystories" / "stories_a_3117.txt.gz", 16384)
-    return Base(model, tokenizer, measured, replay)
+    return Base(model, tokenizer, measured, replay, book)
 
 
 def smollm2(path: Path, data: Path) -> Base:
-    """SmolLM2-135M, whose training data held texts like those of WikiText-2."""
+    """SmolLM2-135M, which knows texts like those of WikiText-2, and novels, but not Kalamang."""
     model, tokenizer = load_pretrained(path)
     model.requires_grad_(False)
     with gzip.open(data / "wikitext2" / "test.txt.gz", "rt") as file:
         ids = torch.tensor(tokenizer(file.read()[:60000]).input_ids)
-    return Base(model, tokenizer, ids[:512], ids[4096:12288])
+    return Base(model, tokenizer, ids[:512], ids[4096:12288], grammar)
 
 
 def _stories(tokenizer: Any, path: Path, count: int) -> Tensor:
@@ -72,6 +88,15 @@ def book(base: Base, data: Path, seed: int, count: int) -> Tensor:
     text = _book(data, BOOKS[seed % len(BOOKS)])
     middle = len(text) // 3
     ids = base.tokenizer(text[middle : middle + 8 * count], add_special_tokens=False).input_ids
+    return torch.tensor(ids[:count])
+
+
+def grammar(base: Base, data: Path, seed: int, count: int) -> Tensor:
+    """`count` tokens of "A grammar of Kalamang" (LaTeX), another part for each seed."""
+    with gzip.open(data / "kalamang" / "grammar_of_kalamang.tex.gz", "rt") as file:
+        text = file.read()
+    start = len(text) // 20 * (4 + 3 * seed)
+    ids = base.tokenizer(text[start : start + 8 * count], add_special_tokens=False).input_ids
     return torch.tensor(ids[:count])
 
 
