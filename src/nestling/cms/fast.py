@@ -14,6 +14,7 @@ Subspace iteration carries a few more columns than asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "smaller",
     "step",
     "truncate",
+    "truncate_all",
 ]
 
 BLOCK = 1 << 17
@@ -140,17 +142,29 @@ def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
 
 def truncate(fast: Tensor | Factors, rank: int) -> tuple[Factors, Tensor]:
     """The best approximation of at most `rank` columns, and the norm of what it drops: [B]."""
-    if isinstance(fast, Tensor):
-        return _by_matrix(fast, rank)
-    left, right = fast
-    columns = left.shape[-1]
-    if columns <= rank:
-        return fast, left.new_zeros(left.shape[0])
-    if columns <= max(2 * rank, rank + EXTRA):
-        return _exact(left, right, rank)
-    if smaller(columns, left.shape[-2], right.shape[-2]):
-        return _by_grams(left, right, rank)
-    return _by_matrix(left @ right.mT, rank)
+    return truncate_all([fast], rank)[0]
+
+
+def truncate_all(fasts: Sequence[Tensor | Factors], rank: int) -> list[tuple[Factors, Tensor]]:
+    """`truncate` of several differences: small matrices of one size are worked on together."""
+    done: dict[int, tuple[Factors, Tensor]] = {}
+    alike: dict[int, list[int]] = {}
+    for place, fast in enumerate(fasts):
+        columns = fast.left.shape[-1] if isinstance(fast, Factors) else 0
+        if isinstance(fast, Tensor):
+            done[place] = _by_matrix(fast, rank)
+        elif columns <= rank:
+            done[place] = fast, fast.left.new_zeros(fast.left.shape[0])
+        elif columns <= max(2 * rank, rank + EXTRA):
+            done[place] = _exact(*fast, rank)
+        elif smaller(columns, fast.left.shape[-2], fast.right.shape[-2]):
+            alike.setdefault(columns, []).append(place)
+        else:
+            done[place] = _by_matrix(dense(fast), rank)
+    for places in alike.values():
+        some = [fast for place in places if isinstance(fast := fasts[place], Factors)]
+        done |= zip(places, _by_grams(some, rank), strict=True)
+    return [done[place] for place in range(len(fasts))]
 
 
 def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
@@ -162,9 +176,10 @@ def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
     return kept, torch.linalg.vector_norm(sizes[..., rank:], dim=-1)
 
 
-def _by_grams(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
-    """Subspace iteration in the space of the columns, in float64."""
-    gl, gr = ((side.mT @ side).double() for side in (left, right))  # [B, m, m]
+def _by_grams(many: list[Factors], rank: int) -> list[tuple[Factors, Tensor]]:
+    """Subspace iteration in the space of the columns, in float64, for all at once."""
+    gl = torch.cat([left.mT @ left for left, _ in many]).double()  # [all B, m, m]
+    gr = torch.cat([right.mT @ right for _, right in many]).double()
     a = _start(gl.shape[-1], rank, gl).expand(gl.shape[0], -1, -1)
     for _ in range(2):
         for _ in range(2):
@@ -176,12 +191,12 @@ def _by_grams(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:
     squares, turn = torch.linalg.eigh(c.mT @ gr @ c)
     best = turn[..., -rank:]
     root = squares[..., None, -rank:].clamp(min=0).sqrt().sqrt()
-    kept = Factors(
-        left @ (a @ best * root).to(left.dtype),
-        right @ (c @ best * _inverse(root)).to(right.dtype),
-    )
     total, most = (gl * gr).sum((-2, -1)), squares[..., -rank:].sum(-1)
-    return kept, _dropped(total, most, left.dtype)
+    batch, dtype = many[0].left.shape[0], many[0].left.dtype
+    mixed = (a @ best * root).to(dtype), (c @ best * _inverse(root)).to(dtype)
+    lost = _dropped(total, most, dtype)
+    each = zip(many, *(part.split(batch) for part in (*mixed, lost)), strict=True)
+    return [(Factors(f.left @ mine, f.right @ its), gone) for f, mine, its, gone in each]
 
 
 def _by_matrix(matrix: Tensor, rank: int) -> tuple[Factors, Tensor]:

@@ -147,8 +147,10 @@ def release(
     if not bool(some.any()):
         return state, None
     factor = _factor(state.seen, plan.mean)
-    moved = []
-    for place, own in enumerate(plan.parts[number]):
+    moved: list[_Moved] = []
+    if plan.plain[number] and level.rank is not None:
+        moved = _ranked(state, level, level.rank, rate, factor, measure)
+    for place, own in enumerate(plan.parts[number][len(moved) :]):
         if plan.plain[number]:
             moved.append(_plain(state, level, place, rate, factor, measure))
         else:
@@ -188,16 +190,38 @@ class _Moved(NamedTuple):
 def _plain(
     state: LevelState, level: MemoryLevel, place: int, rate: Rate, factor: Rate, measure: bool
 ) -> _Moved:
-    """One part's step by gradient descent."""
+    """One part's step by gradient descent, on a full difference."""
     old, total, some = state.fast[place], state.sums[place], state.seen > 0
     numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
-    numbers = numbers and level.rank is None and not torch.is_grad_enabled()
+    numbers = numbers and not torch.is_grad_enabled()
     if numbers and isinstance(total, Factors) and not isinstance(old, Factors):
         done = differences.step(old, total, float(-rate * factor), level.retain)
         return _Moved(done.fast, None, 0.0, done.gradient2, done.norm2)
-    retain = level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
-    after, lost = _shape(_descend(old, total, rate, factor, retain), level.rank)
+    after, lost = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
     return _Moved(after, None, lost, *_squares(total, after, measure))
+
+
+def _ranked(
+    state: LevelState, level: MemoryLevel, rank: int, rate: Rate, factor: Rate, measure: bool
+) -> list[_Moved]:
+    """All parts' steps by gradient descent, on factors."""
+    retain = _retain(state, level)
+    both = zip(state.fast, state.sums, strict=True)
+    after = [_descend(old, total, rate, factor, retain) for old, total in both]
+    some = [place for place, fast in enumerate(after) if fast is not None]
+    short = differences.truncate_all([fast for fast in after if fast is not None], rank)
+    kept = dict(zip(some, short, strict=True))
+    moved = []
+    for place, total in enumerate(state.sums):
+        fast, lost = kept.get(place, (None, 0.0))
+        moved.append(_Moved(fast, None, lost, *_squares(total, fast, measure)))
+    return moved
+
+
+def _retain(state: LevelState, level: MemoryLevel) -> Rate:
+    """What each sequence retains; those that collected nothing keep everything."""
+    some = state.seen > 0
+    return level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
 
 
 def _shape(fast: Fast, rank: int | None) -> tuple[Fast, Tensor | float]:
