@@ -23,9 +23,9 @@ import recall
 import report
 import texts
 import torch
-from store import Store
 
 from nestling.host import keep_memory
+from nestling.report.store import Store
 
 PARTS = ("frontier", "loop", "recall", "smollm2")
 SEEDS = {"frontier": (3, 4, 5, 8, 9), "loop": loop.BOOKS, "recall": (0, 1, 2, 3, 4)}
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     keep_memory()
-    store = Store(options.store)
+    store = Store(options.store, lambda line: print(line, flush=True))
     for part in options.parts:
         result = run(part, options, store, SEEDS[part][: options.seeds])
         store.put(f"part {part}", result)

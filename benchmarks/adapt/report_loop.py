@@ -125,7 +125,7 @@ def _plot(part: dict[str, Any], path: Path) -> None:
             axis.plot(xs, mean(entry["runs"], "lesioned "), label=f"{arm}, lesioned", **dashed)
     after = statistics.fmean(run["after A"] for run in part["k=1"]["runs"])
     axis.axhline(after, color="#8c8c8c", linewidth=1, linestyle=":")
-    axis.text(xs[-1], after, "k=1 after A", ha="right", va="bottom", fontsize=8)
+    axis.text(0, after, "k=1 after A", va="bottom", fontsize=8)
     axis.set_xlabel("tokens of A' learned after B")
     axis.set_ylabel("loss on a later part of A")
     axis.legend(fontsize=8)
