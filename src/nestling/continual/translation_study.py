@@ -133,7 +133,7 @@ def _learn_both(problem: Problem, learner: str, rate: float, seed: int) -> dict[
 
 def _enciphered(seed: int, *, quick: bool) -> Problem:
     """Two invented languages; the base has learned a third, so it knows English and the task."""
-    size = {"train": 24, "test": 4} if quick else {"train": 400, "test": 40}
+    size = {"train": 24, "test": 4} if quick else {"train": 600, "test": 60}
     known, first, second = (
         cipher(name, 3 * seed + i, **size) for i, name in enumerate(("cipher 0", "A", "B"))
     )
@@ -142,7 +142,7 @@ def _enciphered(seed: int, *, quick: bool) -> Problem:
     fields = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 96}
     config = presets.tiny("hope_attention", vocab_size=len(tokenizer), **fields)
     base = Base(name="words", model=NestlingForCausalLM(config).eval(), tokenizer=tokenizer)
-    epochs = 1 if quick else 10
+    epochs = 1 if quick else 20
     teacher = Translator(base, 1, lr=2e-3, rows=16)
     teacher.learn(known.train, epochs, seed)
     return Problem(
