@@ -9,7 +9,6 @@ tokens. Besides 1 to 4 levels up to each slowest chunk, the fastest level alone 
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
@@ -21,9 +20,7 @@ KEYS, LENGTH, PHASES = 16, 3072, 8
 KINDS = ("lasting", "early", "passing")
 SLOWEST = (128, 512, 1536)
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
-FADES = (1.0, 0.9)  # what the fastest of several levels retains; the slowest keeps all
-ALONE = {1.0: 1.0, 0.9: 0.99}  # and a single level
-TUNING_SEEDS = (100,)
+TUNING_SEED = 100
 
 
 def make_stream(seed: int) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
@@ -54,26 +51,10 @@ def chunks_of(levels: int, slowest: int) -> list[int]:
     return [max(32 * round(ratio**i), 32 * (i + 1)) for i in range(levels - 1)] + [slowest]
 
 
-def retains_of(levels: int, fade: float) -> list[float]:
-    """From the fastest level's retention to 1 for the slowest, evenly."""
-    if levels == 1:
-        return [ALONE[fade]]
-    return [fade + (1.0 - fade) * i / (levels - 1) for i in range(levels)]
-
-
-def run(
-    base: Base, levels: int, slowest: int, rate: float, fade: float, seed: int
-) -> dict[str, Any]:
+def run(base: Base, levels: int, slowest: int, rate: float, seed: int) -> dict[str, Any]:
     """Learn the stream, then ask every key."""
     stream, asked = make_stream(seed)
-    learner = make_memory(
-        base,
-        chunks_of(levels, slowest),
-        rate,
-        scale=0.5,
-        retain=retains_of(levels, fade),
-        context=64,
-    )
+    learner = make_memory(base, chunks_of(levels, slowest), rate, scale=0.5, context=64)
     report = learner.learn(stream)
     result: dict[str, Any] = {"read": report.loss}
     total = 0.0
@@ -86,35 +67,28 @@ def run(
     return {"recall": total, **result}
 
 
-def tune(base: Base, store: Any, levels: int, slowest: int) -> tuple[float, float]:
-    """The rate and retention with the best recall on other seeds; the same grid for every cell."""
-    found = {
-        (rate, fade): statistics.fmean(
-            store.get(
-                f"recall {levels}x{slowest} rate {rate:g} fade {fade:g} tune {seed}",
-                lambda r=rate, f=fade, s=seed: run(base, levels, slowest, r, f, s),
-            )["recall"]
-            for seed in TUNING_SEEDS
-        )
-        for rate in RATES
-        for fade in FADES
-    }
-    return max(found, key=found.__getitem__)
-
-
 def study(base: Base, store: Any, seeds: tuple[int, ...]) -> dict[str, Any]:
-    """Every number of levels and slowest chunk, at its best setting, on all seeds."""
+    """Every number of levels and slowest chunk: its best rate on another seed, then the seeds."""
     grid = [(levels, slowest) for slowest in SLOWEST for levels in (1, 2, 3, 4)]
     grid.append((1, 32))  # the fastest level alone
-    best = {cell: tune(base, store, *cell) for cell in grid}
+    rates: dict[tuple[int, int], float] = {}
+    for levels, slowest in grid:
+        found = {
+            rate: store.get(
+                f"recall {levels}x{slowest} tune {rate:g}",
+                lambda a=levels, b=slowest, c=rate: run(base, a, b, c, TUNING_SEED),
+            )["recall"]
+            for rate in RATES
+        }
+        rates[levels, slowest] = max(found, key=found.__getitem__)
     results: dict[str, Any] = {}
     for seed in seeds:
         for levels, slowest in grid:
-            rate, fade = best[levels, slowest]
+            rate = rates[levels, slowest]
             done = store.get(
-                f"recall {levels}x{slowest} rate {rate:g} fade {fade:g} seed {seed}",
-                lambda a=levels, b=slowest, r=rate, f=fade, s=seed: run(base, a, b, r, f, s),
+                f"recall {levels}x{slowest} rate {rate:g} seed {seed}",
+                lambda a=levels, b=slowest, c=rate, d=seed: run(base, a, b, c, d),
             )
-            new = {"rate": rate, "fade": fade, "runs": []}
-            results.setdefault(f"{levels}x{slowest}", new)["runs"].append(done)
+            entry = results.setdefault(f"{levels}x{slowest}", {"rate": rate, "runs": []})
+            entry["runs"].append(done)
     return results

@@ -21,14 +21,16 @@ HEAD = (
 STORIES = (
     "The base model is stories260K, old text is TinyStories. Every arm reads each token once,"
     " forward and backward (about three forward passes; EWC and dynamic evaluation read 1,024"
-    " old tokens more, and replay gives up some of the new ones), and has two variants and four"
+    " old tokens more, and replay gives up some of the new ones), and has two variants and three"
     " rates; the variant with the least new + old loss at its best rate on a tuning book was taken."
-    " EWC, replay and dynamic evaluation use old text; the memories do not."
+    " EWC, replay and dynamic evaluation use old text; the memories do not. Of several"
+    " levels only the fastest has a rate; the slower ones receive a quarter of the next faster one"
+    " whenever they are due."
 )
 SMOLLM2 = (
     'The base model is SmolLM2-135M-Instruct, the book "A grammar of Kalamang" in LaTeX, of which'
     " each seed is another part, old text WikiText-2. The last 10 of 30 layers learn (memories and"
-    " LoRA: their MLPs), every arm at three rates, without further tuning."
+    " LoRA: their MLPs), every arm at two rates, without further tuning."
 )
 
 

@@ -19,9 +19,9 @@ def section(part: dict[str, Any]) -> list[str]:
         "## (iii) More levels, on a stream of many keys",
         "",
         "Recall (accuracy, mean over lasting, early and passing keys) of 48 keys from the fast"
-        f" weights alone, after 3,072 tokens; {seeds} seeds. Every cell was tuned with the same ten"
-        " settings (five rates, with and without retention of the faster levels) on another seed."
-        " One level has the slowest chunk; more levels start at 32.",
+        f" weights alone, after 3,072 tokens; {seeds} seeds, every cell at the best of the same"
+        f" {len(RATES)} rates on another seed. One level has the slowest chunk; more levels start"
+        " at 32.",
         "",
         "| levels | " + " | ".join(f"slowest {chunk}" for chunk in slowest) + " |",
         "|---|" + "---|" * len(slowest),
@@ -45,8 +45,8 @@ def section(part: dict[str, Any]) -> list[str]:
         " chunk takes few steps (2 of chunk 1,536), so only a gain over the control, the fastest"
         " level alone, speaks for levels.",
         "",
-        f"Best rates (of {', '.join(f'{rate:g}' for rate in RATES)}) and retention of the fastest"
-        f" level: {', '.join(_best(name, entry) for name, entry in part.items())}.",
+        f"Best rates of {', '.join(f'{rate:g}' for rate in RATES)}:"
+        f" {', '.join(_best(name, entry) for name, entry in part.items())}.",
         "",
     ]
     for count in levels[1:]:
@@ -83,4 +83,4 @@ def section(part: dict[str, Any]) -> list[str]:
 
 def _best(name: str, entry: dict[str, Any]) -> str:
     levels, slowest = name.split("x")
-    return f"{levels} to {slowest}: {entry['rate']:g}, {entry['fade']:g}"
+    return f"{levels} up to {slowest} {entry['rate']:g}"
