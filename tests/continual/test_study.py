@@ -82,12 +82,17 @@ def test_the_page_states_verdicts(tmp_path):
             path = results / method / f"seed{seed}-x.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(run))
+    for seed in range(2):
+        path = results / "lora" / f"seed{seed}-x.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(made_up("lora", seed, 0.2)))
     text = write_page(results, tmp_path / "docs").read_text()
     line = {r.split("|")[1].strip(): r for r in text.splitlines() if r.startswith("| CMS beats")}
     assert line["CMS beats sequential fine-tuning"].count("**shown**") == 3
     assert line["CMS beats EWC"].count("**inconclusive**") == 3
     assert line["CMS beats frozen features + LDA"].count("**refuted**") == 3
     assert "CMS beats experience replay" not in line  # was not run
+    assert "unfinished: 2 seeds" in line["CMS beats LoRA"]
     assert list((tmp_path / "docs").glob("*.svg"))
 
 

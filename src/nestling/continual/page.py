@@ -24,6 +24,8 @@ MEASURES = {
     "best forgetting": lambda r: metrics.forgetting(r, best=True),
     "first accuracy": lambda r: statistics.fmean(r[j][j] for j in range(len(r))),
 }
+ENOUGH = 3
+"""Seeds below which nothing is claimed."""
 DRAWN = ("cms-4", "sequential", "ewc", "replay", "lda", "joint")
 
 
@@ -123,7 +125,11 @@ def _verdicts(groups: dict[str, Runs]) -> list[str]:
     ]
     for claim, ours, theirs in CLAIMS:
         for where, runs in groups.items():
-            if ours not in runs or theirs not in runs:
+            shared = set(runs.get(ours, {})) & set(runs.get(theirs, {}))
+            if not shared:
+                continue
+            if len(shared) < ENOUGH:
+                lines.append(f"| {claim} | {where} | unfinished: {len(shared)} seeds | | | | | |")
                 continue
             gain = compare(runs[ours], runs[theirs], "accuracy")
             lost = compare(runs[ours], runs[theirs], "forgetting")
@@ -177,7 +183,8 @@ training is the upper bound: all classes at once, from the closed-form readout o
 those of DBpedia-70, for every method alike.
 
 "±" is a 95% interval over seeds (Student's t); differences are paired by seed. *shown* / *refuted*
-mean that the interval excludes zero; anything else is *inconclusive*. Forgetting is accuracy when
+mean that the interval excludes zero; anything else is *inconclusive*; a claim with fewer than 3
+seeds is *unfinished*. Forgetting is accuracy when
 learned minus accuracy at the end; *share forgotten* divides it by the accuracy when learned, as a
 method that learns little has little to forget. Even a classifier that forgets nothing (LDA on
 frozen features) loses some accuracy, because classes are added to choose from. Methods that run the
