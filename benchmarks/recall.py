@@ -35,9 +35,9 @@ ARMS: dict[str, tuple[str, presets.Size, dict[str, Any]]] = {
     "deltanet": ("deltanet", SIZE, {}),
     "linear": ("linear", SIZE, {}),
 }
-STEPS, QUESTIONS = 600, 512
+STEPS, QUESTIONS = 2000, 512
 STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
-RATES = (1e-2, 2e-2)
+RATES = (5e-3, 1e-2)
 TUNING_SEED, SEEDS, TESTS = 100, (0, 1, 2), (64, 48, 32)
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -81,7 +81,12 @@ of its learning rate on a seed of its own. Written by `python benchmarks/recall.
 
 State counts what a model carries per sequence, convolution's tail included. Hope has five memories
 (main, k, v, rate, retention), of which only the main one is read: at equal state its main memory is
-a fifth of DeltaNet's.
+a fifth of DeltaNet's. As printed (Eq. 83-88) Hope does not learn this task: 5% on the tuning seed
+after 600 steps, because the key memory is rewritten at the main memory's rate and the initial
+weights drown the first writes; the residual form (deviation 22) mends both and then learns like a
+gated delta rule. Its further memories bring nothing here, where all that counts is how many
+pairs the main one holds; self-generated values even cost some of it, as keys and values share one
+space.
 
 {listed + chr(10) if runs else ""}{table(runs) if runs else NO_VERDICT}
 ## Trials
