@@ -11,6 +11,7 @@ are not seeds: the least new + old loss at its best rate, mean over the books.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from typing import Any
 
@@ -67,7 +68,7 @@ def choose(
             )
             for rate in arm.rates
         }
-        sums[variant] = min(found.values())
+        sums[variant] = min((v for v in found.values() if math.isfinite(v)), default=math.inf)
     best = min(sums, key=sums.__getitem__)
     return {"variant": best, "tried": sums, "rates": list(arm.rates)}
 

@@ -54,18 +54,6 @@ def section(title: str, said: str, part: dict[str, Any], picture: Path) -> list[
     return [*lines, ""]
 
 
-def learning(part: dict[str, Any]) -> list[str]:
-    """Whether learning lowers the loss of what comes next, arm by arm, at its best rate."""
-    lines = ["Does learning lower the loss on the continuation? At each arm's best rate:", ""]
-    for arm, seeds in part["arms"].items():
-        gains = [
-            min(point["new"] for point in points) - part["frozen"][seed]["new"]
-            for seed, points in seeds.items()
-        ]
-        lines.append(f"- {arm}: {verdict(gains)}.")
-    return [*lines, ""]
-
-
 def _targets(part: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Per seed the new losses at which arms are compared: shares of what k=1 gains at its best."""
     found: dict[str, dict[str, float]] = {}
