@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "lm.md")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, default=100, help="of training; tuning takes half")
+    parser.add_argument("--steps", type=int, default=60, help="of training; tuning takes half")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     store = Store(options.runs, options.page.with_suffix(".json"))
