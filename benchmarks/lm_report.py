@@ -57,6 +57,7 @@ def page(
         + "; ".join(_tried(arm, trials) for arm in runs)
         + ".",
         "",
+        *_limit(runs),
         "## Beyond the trained length\n",
         f"Every model reads streams of {8 * length:,} bytes: the loss of each stretch of {length}"
         " bytes.\n",
@@ -88,6 +89,20 @@ def _tried(arm: str, trials: list[dict[str, Any]]) -> str:
     if not mine:
         return f"{NAMES[arm]} takes Hope's"
     return f"{NAMES[arm]} " + ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in mine)
+
+
+def _limit(runs: Runs) -> list[str]:
+    """What the levels side by side say about the chain."""
+    pairs = zip(runs.get("hope", []), runs.get("hope_parallel", []), strict=False)
+    gaps = [chain["valid"] - side["valid"] for chain, side in pairs]
+    if len(gaps) < 2:
+        return []
+    mean, half = interval(gaps)
+    word = "costs" if mean > half else "does not cost significantly"
+    return [
+        f"What limits Hope at this size: its chain of narrow levels {word} {show(gaps)} nats against"
+        " the same levels side by side, with the same memory.\n"
+    ]
 
 
 def _stretches(arm: str, found: list[dict[str, Any]]) -> str:
