@@ -100,8 +100,8 @@ def _limit(runs: Runs) -> list[str]:
     mean, half = interval(gaps)
     word = "costs" if mean > half else "does not cost significantly"
     return [
-        f"What limits Hope at this size: its chain of narrow levels {word} {show(gaps)} nats against"
-        " the same levels side by side, with the same memory.\n"
+        f"What limits Hope at this size: its chain of narrow levels {word} {show(gaps)} nats"
+        " against the same levels side by side, with the same memory.\n"
     ]
 
 
