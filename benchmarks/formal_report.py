@@ -134,7 +134,8 @@ at a tie. Nothing was chosen by bin1. Hope's design for these tasks (chunk 1, ra
 0.01 in one head and at 1 in the other, unsorted batches, steps) came from about twenty-five pilots
 on the tuning seed; the other models had none beyond the two trials. Earlier rounds were seen on
 seeds 0 to 4 (with the slow head at 0.1 and 600 steps Hope had 89% on bin0 of `shuffle-2`), so all
-models were run again on seeds 10 to 14, which nobody had seen.
+models were run again on seeds 10 to 14, which nobody had seen (the last column says how many are
+done).
 
 {chosen(runs)}
 Hope runs at chunk 1, which is Eq. 83-88 to the letter: every value is the memory's own answer,
