@@ -6,7 +6,8 @@
 
 All arms have the same width and parameters. `hope` has the same state as DeltaNet and linear
 attention with all five memories counted (5 heads of d/5 channels against one of d); `hope_main`
-has the same *main* memory as they do, so five times their state.
+has the same *main* memory as they do, so five times their state; `hope_printed` is it without the
+residual form (deviation 22).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, paramete
 ARMS: dict[str, tuple[str, presets.Size, dict[str, Any]]] = {
     "hope": ("hope", replace(SIZE, heads=5), {}),
     "hope_main": ("hope", SIZE, {}),
+    "hope_printed": ("hope", SIZE, {"residual": False}),
     "deltanet": ("deltanet", SIZE, {}),
     "linear": ("linear", SIZE, {}),
 }
