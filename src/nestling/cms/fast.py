@@ -15,7 +15,6 @@ Subspace iteration carries a few more columns than asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch import Tensor
 from nestling.cms.core import Factors, Fast, Part
 
 __all__ = [
-    "Stepped",
     "add",
     "dense",
     "merge",
@@ -35,9 +33,6 @@ __all__ = [
     "truncate",
     "truncate_all",
 ]
-
-BLOCK = 1 << 17
-"""Numbers that stay in a processor's cache while something is done with them."""
 
 EXTRA = 8
 """Columns of a subspace beyond the rank asked for."""
@@ -92,34 +87,12 @@ def add(one: Fast, other: Fast) -> Fast:
     return dense(one) + other
 
 
-class Stepped(NamedTuple):
-    """A full difference after a step, and the squared norms of the gradient and of it: [B]."""
-
-    fast: Tensor
-    gradient2: Tensor
-    norm2: Tensor
-
-
-def step(old: Tensor | None, gradient: Factors, strength: float, retain: float) -> Stepped:
-    """`retain Delta + strength G` for a gradient in factors: [B, Do, Di].
-
-    Some rows at a time, so that neither the gradient nor what the norms need goes through memory.
-    """
-    left, right = gradient
-    batch, outputs, inputs = left.shape[0], left.shape[-2], right.shape[-2]
-    new = left.new_empty(batch, outputs, inputs)
-    gradient2, squares = left.new_zeros(batch), left.new_zeros(batch)
-    rows = max(BLOCK // inputs, 1)
-    for which in range(batch):
-        for start in range(0, outputs, rows):
-            block = new[which, start : start + rows]
-            torch.mm(left[which, start : start + rows], right[which].mT, out=block)
-            gradient2[which] += torch.linalg.vector_norm(block).square()
-            block.mul_(strength)
-            if old is not None:
-                block.add_(old[which, start : start + rows], alpha=retain)
-            squares[which] += torch.linalg.vector_norm(block).square()
-    return Stepped(new, gradient2, squares)
+def step(old: Tensor | None, gradient: Factors, strength: float, retain: float) -> Tensor:
+    """`retain Delta + strength G` for a gradient in factors, in one product: [B, Do, Di]."""
+    left, right = gradient.left, gradient.right.mT
+    if old is None:
+        return (left * strength) @ right
+    return torch.baddbmm(old, left, right, beta=retain, alpha=strength)
 
 
 def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:

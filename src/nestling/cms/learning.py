@@ -195,10 +195,10 @@ def _plain(
     numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
     numbers = numbers and not torch.is_grad_enabled()
     if numbers and isinstance(total, Factors) and not isinstance(old, Factors):
-        done = differences.step(old, total, float(-rate * factor), level.retain)
-        return _Moved(done.fast, None, 0.0, done.gradient2, done.norm2)
-    after, lost = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
-    return _Moved(after, None, lost, *_squares(total, after, measure))
+        after: Fast = differences.step(old, total, float(-rate * factor), level.retain)
+    else:
+        after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
+    return _Moved(after, None, 0.0, *_squares(total, after, measure))
 
 
 def _ranked(
