@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from synthetic import interval, percent
+from synthetic import percent
 
 from nestling.evaluate.formal import LANGUAGES
 from nestling.files import write_atomic
 from nestling.models import presets
+from nestling.report.intervals import interval
 
 NAMES = {
     "hope": "Hope",

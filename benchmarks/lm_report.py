@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from synthetic import interval
-
 from nestling.files import write_atomic
 from nestling.models import presets
 from nestling.report import Line, lines
+from nestling.report.intervals import interval
 
 NAMES = {
     "hope": "Hope",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nestling.files import write_atomic
 from nestling.memories.state import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
+from nestling.report.intervals import interval
 
 IGNORE = -100
 T = TypeVar("T")
@@ -194,22 +195,9 @@ def watched(items: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
         yield item
 
 
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half the 95% interval of the mean (Student's t); the half is 0 for one value."""
-    n = len(values)
-    mean = sum(values) / n
-    if n < 2:
-        return mean, 0.0
-    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1))
-    return mean, STUDENT.get(n, 2.0) * spread / math.sqrt(n)
-
-
 def percent(values: list[float]) -> str:
     """`mean ± half`, in percent; without the half where all values are the same, or under three."""
     mean, half = (100 * x for x in interval(values))
-    if half and len(values) > 2:
+    if len(values) > 2 and half > 0:
         return f"{mean:.1f} ± {half:.1f}"
     return f"{mean:.0f}" if mean == 100 else f"{mean:.1f}"

@@ -28,8 +28,12 @@ from nestling.host import keep_memory
 from nestling.report.store import Store
 
 PARTS = ("frontier", "loop", "recall", "smollm2")
-SEEDS = {"frontier": (3, 4, 5), "loop": loop.BOOKS, "recall": (0, 1, 2, 3, 4, 5)}
-SEEDS["smollm2"] = (0, 1, 2)
+SEEDS = {
+    "frontier": (3, 4, 5, 13, 14, 15, 16, 17),
+    "loop": loop.BOOKS,
+    "recall": (0, 1, 2, 3, 4, 5),
+    "smollm2": (0, 1, 2),
+}
 ROOT = Path(__file__).resolve().parents[2]
 
 

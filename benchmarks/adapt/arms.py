@@ -105,14 +105,15 @@ ARMS: dict[str, Arm] = {
     ),
 }
 LAST = {"layers": "last 10"}
-SMOLLM2: dict[str, Arm] = {  # one variant and one rate each; what matters most first
-    "k=1": Arm((0.03,), {"chunk 64": memory([64], **LAST)}),
-    "3 levels": Arm((0.04,), {"retain 0.95": moved(THREE, 0.95, **LAST)}),
-    "AdamW": Arm((3e-5,), {"step 64": tuned(adamw, last=10)}),
-    "LoRA": Arm((1e-3,), {"rank 8": tuned(adamw, lora=8, last=10)}),
-    "SGD": Arm((0.01,), {"step 64": tuned(sgd, last=10)}),
-    "4 levels": Arm((0.04,), {"retain 0.95": moved([64, 128, 256, 1024], 0.95, **LAST)}),
-    "replay": Arm((0.01,), {"every 4th window": tuned(sgd, replay=4, last=10)}),
-    "EWC": Arm((0.01,), {"penalty 1e4": tuned(sgd, penalty=1e4, last=10)}),
-    "dynamic evaluation": Arm((1e-4,), {"decay 0.02": tuned(sgd, decay=0.02, last=10)}),
+SMALL, LARGE = (0.015, 0.04, 0.08), (0.005, 0.015, 0.04)
+SMOLLM2: dict[str, Arm] = {  # one variant each, as every run takes half a minute
+    "k=1": Arm((0.01, 0.03, 0.06), {"chunk 64": memory([64], **LAST)}),
+    "3 levels": Arm(SMALL, {"retain 0.95": moved(THREE, 0.95, **LAST)}),
+    "4 levels": Arm(SMALL, {"retain 0.95": moved([64, 128, 256, 1024], 0.95, **LAST)}),
+    "SGD": Arm(LARGE, {"step 64": tuned(sgd, last=10)}),
+    "AdamW": Arm((1e-5, 3e-5, 1e-4), {"step 64": tuned(adamw, last=10)}),
+    "LoRA": Arm((3e-4, 1e-3, 3e-3), {"rank 8": tuned(adamw, lora=8, last=10)}),
+    "dynamic evaluation": Arm((3e-5, 1e-4, 3e-4), {"decay 0.02": tuned(sgd, decay=0.02, last=10)}),
+    "replay": Arm(LARGE, {"every 4th window": tuned(sgd, replay=4, last=10)}),
+    "EWC": Arm(LARGE, {"penalty 1e4": tuned(sgd, penalty=1e4, last=10)}),
 }

@@ -15,20 +15,22 @@ LEVELS = ("3 levels", "4 levels")
 SHARES = (0.5, 0.75, 0.9)
 
 
-def section(title: str, said: str, part: dict[str, Any], picture: Path) -> list[str]:
-    """Title, what was done, picture, table and verdicts."""
+def section(
+    title: str, said: str, part: dict[str, Any], picture: Path, text: str = "book"
+) -> list[str]:
+    """Title, what was done, picture, table and verdicts; a seed is a `text`."""
     targets = _targets(part)
     shares = list(next(iter(targets.values())))
     start = {key: show([s[key] for s in part["frozen"].values()]) for key in ("new", "old")}
     lines = [
         f"## {title}",
         "",
-        f"{part['size'][0]:,} tokens of a book are learned in one pass; *new* is the loss on the"
+        f"{part['size'][0]:,} tokens of a {text} are learned in one pass; *new* is the loss on the"
         f" {part['size'][1]:,} tokens after them, *old* the loss on held-out text of the kind the"
-        f" base model knows. {len(part['frozen'])} books. Frozen model: new {start['new']}, old"
+        f" base model knows. {len(part['frozen'])} {text}s. Frozen model: new {start['new']}, old"
         f" {start['old']}. {said} The table gives the rise of the old loss where an arm's curve"
         " over its rates reaches a share of the best gain on the new text that k=1 has at any"
-        " rate, and the best new loss of the arm (-: never reached; a mean over fewer books where"
+        " rate, and the best new loss of the arm (-: never reached; a mean over fewer of them where"
         " some do not reach it).",
         "",
         f"![Frontier]({picture.name})",
@@ -79,9 +81,9 @@ def _compare(rises: Any, arm: str, other: str, shares: list[str]) -> str:
         mine, its = rises[arm][share], rises[other][share]
         both = [seed for seed in mine if seed in its]
         if len(both) > 1:
-            few = "" if len(both) == len(mine) else f" on {len(both)} books"
+            few = "" if len(both) == len(mine) else f" on {len(both)} of {len(mine)}"
             said.append(f"at {share}{few} {verdict([mine[s] - its[s] for s in both])}")
-    return ("; ".join(said) or "no common new loss on two books") + "."
+    return ("; ".join(said) or "no common new loss on two of them") + "."
 
 
 def _plot(part: dict[str, Any], path: Path) -> None:

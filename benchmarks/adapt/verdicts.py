@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 
-T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-T975 |= {14: 2.145, 19: 2.093, 29: 2.045}
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% confidence interval (Student's t)."""
-    if len(values) < 2:
-        return statistics.fmean(values), math.nan
-    known = max(f for f in T975 if f <= len(values) - 1)
-    return statistics.fmean(values), T975[known] * statistics.stdev(values) / len(values) ** 0.5
+from nestling.report.intervals import interval
 
 
 def show(values: list[float], digits: int = 3) -> str:

@@ -7,21 +7,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from nestling.report.intervals import interval
+
 TITLES = {
     "vit": "(a) Small ViT on MNIST",
     "lm": "(b) Causal language model on tiny Shakespeare (characters)",
 }
-T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 29: 2.045, 99: 1.984}
 COLOURS = ["#8c8c8c", "#edae49", "#8d6a9f", "#00798c", "#d1495b"]
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half width of its 95% confidence interval (Student's t)."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return statistics.fmean(values), math.nan
-    freedom = len(values) - 1
-    known = max(f for f in T975 if f <= freedom)  # the next smaller: a little wider than needed
-    return statistics.fmean(values), T975[known] * statistics.stdev(values) / len(values) ** 0.5
 
 
 def show(values: list[float], digits: int = 4) -> str:
