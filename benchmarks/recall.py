@@ -4,10 +4,11 @@
     python benchmarks/recall.py --report            only write the page
     python benchmarks/recall.py --arms hope deltanet --seeds 0
 
-All arms have the same width and parameters. `hope` has the same state as DeltaNet and linear
-attention with all five memories counted (5 heads of d/5 channels against one of d); `hope_main`
-has the same *main* memory as they do, so five times their state; `hope_printed` is it without the
-residual form (deviation 22).
+All arms have the same width and parameters, and all but `hope_main` and `hope_printed` the same
+state. `hope_static` has static projections (Eq. 76-78), `hope_values` makes its own values besides,
+and `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels against one of d.
+`hope_main` has the same *main* memory as the rivals, so five times their state; `hope_printed` is
+that without the residual form (deviation 22).
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ from nestling.models import presets
 
 VOCABULARY = 128
 SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, parameters=30_000)
-ARMS: dict[str, tuple[str, presets.Size, dict[str, Any]]] = {
-    "hope": ("hope", replace(SIZE, heads=5), {}),
-    "hope_main": ("hope", SIZE, {}),
-    "hope_printed": ("hope", SIZE, {"residual": False}),
-    "deltanet": ("deltanet", SIZE, {}),
-    "linear": ("linear", SIZE, {}),
+PLAIN = {"adaptive": (), "rates": (0.5, 0.5)}
+SIDE_BY_SIDE = {"topology": "parallel"}  # Eq. 74
+ARMS: dict[str, tuple[str, presets.Size, dict[str, Any], dict[str, Any]]] = {
+    "hope_static": ("hope", SIZE, {**PLAIN, "own_values": False}, SIDE_BY_SIDE),
+    "hope_values": ("hope", SIZE, PLAIN, SIDE_BY_SIDE),
+    "hope": ("hope", replace(SIZE, heads=5), {}, {}),
+    "hope_main": ("hope", SIZE, {}, {}),
+    "hope_printed": ("hope", SIZE, {"residual": False}, {}),
+    "deltanet": ("deltanet", SIZE, {}, {}),
+    "gated_delta": ("gated_delta", SIZE, {}, {}),
+    "linear": ("linear", SIZE, {}, {}),
 }
 STEPS, QUESTIONS = 2000, 512
 STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
 RATES = (5e-3, 1e-2)
-TUNING_SEED, SEEDS, TESTS = 100, (0, 1, 2), (64, 48, 32)
+TUNING_SEED, SEEDS, TESTS = 100, (10, 11, 12, 13, 14, 15), (64, 48, 32)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -63,8 +69,8 @@ def batches(seed: int) -> Callable[[int], Batch]:
 def run(arm: str, rate: float, seed: int) -> dict[str, Any]:
     """Train one model and ask it for 200 sequences it has not seen."""
     torch.manual_seed(seed)
-    name, size, options = ARMS[arm]
-    model = arm_of(name, size, options)
+    name, size, options, fields = ARMS[arm]
+    model = arm_of(name, size, options, **fields)
     begin = time.process_time()
     losses = train(model, batches(seed), steps=STEPS, rate=rate)
     numbers = {
@@ -108,7 +114,7 @@ def main() -> None:
             for arm in options.arms
         }
         work([(arm, rates[arm], seed) for seed in options.seeds for arm in options.arms], store)
-    print(page(store.gather(), options.page, SIZE, STEPS, TUNING_SEED))
+    print(page(store.gather(), options.page, SIZE, STEPS, TUNING_SEED, SEEDS))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ from synthetic import percent
 
 from nestling.files import write_atomic
 from nestling.models import presets
-from nestling.report.intervals import interval
+from nestling.report.intervals import difference, verdict
 
 NAMES = {
-    "hope": "Hope, equal state",
-    "hope_main": "Hope, equal main memory",
-    "hope_printed": "Hope as printed, equal main memory",
+    "hope_static": "Hope, static projections",
+    "hope_values": "Hope, static projections, own values",
+    "hope": "Hope, five memories",
+    "hope_main": "Hope, five memories, five times the state",
+    "hope_printed": "Hope as printed, five times the state",
     "deltanet": "DeltaNet",
+    "gated_delta": "gated delta",
     "linear": "linear attention",
 }
 NO_VERDICT = "Only the trials were run, on one seed: no verdict.\n"
@@ -52,27 +56,27 @@ def trials(runs: Runs) -> str:
     return "\n".join(rows) + "\n"
 
 
-def verdict(runs: Runs, ours: str, theirs: str, column: str) -> str:
-    """Whose interval is above?"""
-    one, other = ([run[column] for run in seeds(runs, arm)] for arm in (ours, theirs))
-    if not one or not other:
-        return f"{NAMES[ours]} against {NAMES[theirs]}: not run."
-    (a, x), (b, y) = interval(one), interval(other)
-    if a - x > b + y:
-        word = "clearly above"
-    elif a + x < b - y:
-        word = "clearly below"
-    else:
-        word = f"{'above' if a > b else 'below' if a < b else 'equal'}, intervals overlap"
-    return f"{NAMES[ours]} ({percent(one)}) against {NAMES[theirs]} ({percent(other)}): **{word}**."
+def compared(runs: Runs, ours: str, theirs: str, column: str) -> str:
+    """Who is above, seed by seed?"""
+    both = [{k.split("/")[-1]: run[column] for k, run in runs.items() if k.split("/")[0] == arm}
+            for arm in (ours, theirs)]  # fmt: skip
+    same = sorted(both[0].keys() & both[1].keys())
+    if len(same) < 3:
+        return f"{NAMES[ours]} against {NAMES[theirs]}: too few seeds."
+    gap = difference([both[0][seed] for seed in same], [both[1][seed] for seed in same])
+    word = {"shown": "above", "refuted": "below"}.get(verdict(gap), "inconclusive")
+    return f"{NAMES[ours]} against {NAMES[theirs]}: **{word}**, {gap} ({len(same)} seeds)."
 
 
-def page(runs: Runs, path: Path, size: presets.Size, steps: int, tuning_seed: int) -> str:
+def page(
+    runs: Runs, path: Path, size: presets.Size, steps: int, tuning_seed: int, used: Sequence[int]
+) -> str:
     """Write the page; returns verdicts and table."""
     tried = {k: run for k, run in runs.items() if k.split("/")[-1] == str(tuning_seed)}
-    runs = {k: run for k, run in runs.items() if k not in tried}
-    pairs = [(ours, theirs) for ours in ("hope", "hope_main") for theirs in ("deltanet", "linear")]
-    listed = "\n".join(f"- {verdict(runs, *pair, '64 pairs')}" for pair in pairs) + "\n"
+    runs = {k: run for k, run in runs.items() if int(k.split("/")[-1]) in used}
+    hopes = ("hope_static", "hope_values", "hope", "hope_main")
+    pairs = [(ours, theirs) for ours in hopes for theirs in ("deltanet", "gated_delta", "linear")]
+    listed = "\n".join(f"- {compared(runs, *pair, '64 pairs')}" for pair in pairs) + "\n"
     text = f"""# In-context recall (MQAR)
 
 A sequence binds keys to values, then asks for every key once more; share of questions answered

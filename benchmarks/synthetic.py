@@ -56,13 +56,13 @@ class Arm(nn.Module):
         return logits
 
 
-def arm_of(name: str, size: presets.Size, options: dict[str, Any]) -> nn.Module:
-    """The model named `name` at a size; `options` are its mixer's."""
+def arm_of(name: str, size: presets.Size, options: dict[str, Any], **fields: Any) -> nn.Module:
+    """The model named `name` at a size; `options` are its mixer's, `fields` the configuration's."""
     if name == "lstm":
         return LSTM(size.vocabulary, size.layers, size.parameters)
     mixer = presets.MODELS[name]["mixer"]
     config = presets.configure(
-        size, name, tie_word_embeddings=False, mixer_options={mixer: options}
+        size, name, tie_word_embeddings=False, mixer_options={mixer: options}, **fields
     )
     return Arm(config)
 
