@@ -18,6 +18,20 @@ def test_the_quick_slice(shared_data, tmp_path, capsys):
     assert first in capsys.readouterr().out
 
 
+def test_the_whole_study_in_quick_and_its_page(shared_data, tmp_path):
+    command = ["continual", "all", "--quick", "--data", str(shared_data), "--seeds", "1"]
+    command += ["--cache", str(tmp_path), "--out", str(tmp_path / "docs")]
+    command += ["--method", "sequential", "--method", "cms-4", "--method", "icl"]
+    assert main(command) == 0
+    page = (tmp_path / "docs" / "continual_quick.md").read_text()
+    assert "not what is better" in page
+    for stream in ("clinc150", "banking77", "dbpedia70", "dbpedia14"):
+        assert f"## {stream}, transformer-quick, head readout" in page
+    for told in ("## banking77, transformer-quick, label", "## clinc150, hope-quick", "Hope-3"):
+        assert told in page
+    assert main(["continual", "page", "--cache", str(tmp_path)]) == 2  # quick runs are no results
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None or arguments.stream == "page":
         from nestling.continual.page import write_page
 
-        path = write_page(arguments.cache / "study", arguments.out or Path("docs/results"))
+        folder = arguments.out or Path("docs/results")
+        path = write_page(arguments.cache / "study", folder, quick=arguments.quick)
         print(f"page: {path}")
     return 0
 
