@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nestling.cli import main
+from nestling.continual.base import recipe
 
 
 def test_the_quick_slice(shared_data, tmp_path, capsys):
@@ -30,6 +33,14 @@ def test_the_whole_study_in_quick_and_its_page(shared_data, tmp_path):
     for told in ("## banking77, transformer-quick, label", "## clinc150, hope-quick", "Hope-3"):
         assert told in page
     assert main(["continual", "page", "--cache", str(tmp_path)]) == 2  # quick runs are no results
+
+
+def test_a_half_trained_base_goes_on_however_its_data_is_spelled(
+    shared_data, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(shared_data.parent)
+    plain = recipe("hope", Path(shared_data.name), tmp_path)
+    assert plain == recipe("hope", shared_data.resolve(), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def recipe(name: str, data: Path, cache: Path, *, quick: bool = False) -> Recipe
             ),
             run=Run(steps=30, rows=16, eval_every=30, save_every=30, keep=1),
         )
+    data = data.resolve()  # a half-trained model goes on, however the folder is spelled
     for part in (*_CORPORA, *_VALID):
         if not (data / part).is_file():
             raise FileNotFoundError(f"{data / part}: needed to pretrain the base model {name!r}")

@@ -330,9 +330,9 @@ METHODS: dict[str, Arm] = {
     "replay": Arm(
         title="experience replay",
         make=_replay,
-        default={**_DEFAULT, "per_class": 5},
+        default={**_DEFAULT, "per_class": 20},
         first=_FIRST,
-        second=_SECOND,
+        second=tuple({"epochs": PASSES, "per_class": count} for count in (20, 50)),
     ),
     "ncm": Arm(title="frozen features, nearest class mean", make=_ncm, default={}),
     "lda": Arm(
