@@ -4,11 +4,10 @@
     python benchmarks/recall.py --report            only write the page
     python benchmarks/recall.py --arms hope deltanet --seeds 0
 
-All arms have the same width and parameters, and all but `hope_main` and `hope_printed` the same
-state. `hope_static` has static projections (Eq. 76-78), `hope_values` makes its own values besides,
-and `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels against one of d.
-`hope_main` has the same *main* memory as the rivals, so five times their state; `hope_printed` is
-that without the residual form (deviation 22).
+All arms have the same width and parameters, and all but `hope_main` the same state. `hope_static`
+has static projections (Eq. 76-78), `hope_values` makes its own values besides, and `hope` has all
+five memories (Eq. 83-88), in 5 heads of d/5 channels against one of d. `hope_main` has the same
+*main* memory as the rivals, so five times their state.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from nestling.models import presets
 
 VOCABULARY = 128
 SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, parameters=30_000)
-PLAIN = {"adaptive": (), "rates": (0.5, 0.5)}
+EACH = {"conv_each": True}
+HOPE = {**EACH, "conv": 3}  # a convolution more, so a tap less: no more state than the rivals
+PLAIN = {**HOPE, "adaptive": (), "rates": (0.5, 0.5)}
 SIDE_BY_SIDE = {"topology": "parallel"}  # Eq. 74
 ARMS: dict[str, tuple[str, presets.Size, dict[str, Any], dict[str, Any]]] = {
     "hope_static": ("hope", SIZE, {**PLAIN, "own_values": False}, SIDE_BY_SIDE),
     "hope_values": ("hope", SIZE, PLAIN, SIDE_BY_SIDE),
-    "hope": ("hope", replace(SIZE, heads=5), {}, {}),
-    "hope_main": ("hope", SIZE, {}, {}),
-    "hope_printed": ("hope", SIZE, {"residual": False}, {}),
-    "deltanet": ("deltanet", SIZE, {}, {}),
-    "gated_delta": ("gated_delta", SIZE, {}, {}),
-    "linear": ("linear", SIZE, {}, {}),
+    "hope": ("hope", replace(SIZE, heads=5), HOPE, SIDE_BY_SIDE),
+    "hope_main": ("hope", SIZE, HOPE, SIDE_BY_SIDE),
+    "deltanet": ("deltanet", SIZE, EACH, {}),
+    "gated_delta": ("gated_delta", SIZE, EACH, {}),
+    "linear": ("linear", SIZE, EACH, {}),
 }
 STEPS, QUESTIONS = 2000, 512
 STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))

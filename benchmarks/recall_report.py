@@ -17,7 +17,6 @@ NAMES = {
     "hope_values": "Hope, static projections, own values",
     "hope": "Hope, five memories",
     "hope_main": "Hope, five memories, five times the state",
-    "hope_printed": "Hope as printed, five times the state",
     "deltanet": "DeltaNet",
     "gated_delta": "gated delta",
     "linear": "linear attention",

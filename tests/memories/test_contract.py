@@ -30,6 +30,10 @@ MEMORIES = {
     "self-modifying adaptive q": lambda: m.SelfModifying(
         _self(adaptive=("k", "v", "eta", "alpha", "q"), gate=False, conv=1)
     ),
+    "gated delta, convolutions apart": lambda: m.LinearMemory(
+        m.GatedDeltaConfig(**SIZES, chunk=4, conv_each=True)
+    ),
+    "self-modifying, convolutions apart": lambda: m.SelfModifying(_self(conv_each=True)),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 
@@ -226,3 +230,20 @@ def test_wrong_inputs_are_named(memory):
     _, state = memory(tokens(2, 3))
     with pytest.raises(ValueError, match="the state holds 2 sequences, x has 3"):
         memory(tokens(3, 3), state)
+
+
+def test_convolutions_apart_are_the_one_before_if_all_channels_have_its_taps():
+    options = {**SIZES, "chunk": 4, "gate": False}  # gates would look at other tokens
+    torch.manual_seed(0)
+    one = m.LinearMemory(m.LinearAttentionConfig(**options)).double()
+    apart = m.LinearMemory(m.LinearAttentionConfig(**options, conv_each=True)).double()
+    taps = torch.randn(4, 1, dtype=torch.float64)
+    same = {**one.state_dict(), "shell.conv.weight": taps.expand(4, 36)}
+    apart.load_state_dict(same)
+    with torch.no_grad():
+        one.shell.conv.weight.copy_(taps.expand(4, 12))
+    x = tokens(2, 11)
+    close(one(x)[0], apart(x)[0], "taps of all channels alike")
+    with torch.no_grad():
+        apart.shell.conv.weight[:, :12] = 0.0  # the first part only: every part has its own
+    assert not torch.allclose(one(x)[0], apart(x)[0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from nestling.memories.core import Memory, advance, state_dtype
-from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
+from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.state import state_start
 from nestling.scan import scan
 from nestling.scan.self_modifying_types import unit
@@ -40,7 +40,8 @@ class LinearConfig:
     erase: learn by the delta rule (Eq. 65) instead of adding (Eq. 15). retain: "all" keeps
     everything, "fixed" forgets at one pace per head (RetNet), "gated" as each token says. rate:
     "one", or "gated"; negative doubles gated rates, so that eigenvalues reach -1. chunk: tokens
-    solved together, without effect on the result.
+    solved together, without effect on the result. conv_each: the causal convolution acts on each
+    projection instead of once before them.
     """
 
     width: int
@@ -51,6 +52,7 @@ class LinearConfig:
     negative: bool = False
     chunk: int = 64
     conv: int = 4
+    conv_each: bool = False
     gate: bool = True
 
     def __post_init__(self) -> None:
@@ -155,7 +157,7 @@ class LinearMemory(Memory):
         super().__init__()
         self.config, self.width = config, config.width
         size = config.width // config.heads
-        self.shell = Shell(config.width, config.heads, 3, conv=config.conv, gate=config.gate)
+        self.shell = make_shell(config, 3)
         self.gates = Gates(config)
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
 

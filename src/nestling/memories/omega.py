@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.linear import Gates, LinearConfig
-from nestling.memories.parts import Shell, whole_number
+from nestling.memories.parts import make_shell, whole_number
 from nestling.memories.state import state_start
 from nestling.scan.self_modifying_segment import decays
 from nestling.scan.self_modifying_types import unit
@@ -91,7 +91,7 @@ class Omega(Memory):
         super().__init__()
         self.config, self.width = config, config.width
         size = config.width // config.heads
-        self.shell = Shell(config.width, config.heads, 3, conv=config.conv, gate=config.gate)
+        self.shell = make_shell(config, 3)
         self.gates = Gates(config)
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
 

@@ -19,6 +19,7 @@ __all__ = [
     "Opened",
     "Shell",
     "check_sizes",
+    "make_shell",
     "merge_heads",
     "split_heads",
     "whole_number",
@@ -127,20 +128,24 @@ class Opened(NamedTuple):
 
     parts: list[Tensor]  # each [B, H, T, d], float32 or better
     gate: Tensor | None  # [B, T, D]
-    x: Tensor  # [B, T, D]
-    tail: Tensor  # [B, conv - 1, D]
+    x: Tensor  # [B, T, D], convolved unless each part is
+    tail: Tensor  # [B, conv - 1, D], or as wide as all parts
 
 
 class Shell(nn.Module):
     """What surrounds every fast-weight memory: convolution, projections to heads, and back.
 
-    On the way out the reads are normalised per head, gated by the input, and mixed.
+    The convolution comes before the projections, or with `conv_each` after them, so that each has
+    taps of its own: a key can then be the last token's and a query this one's in all channels. On
+    the way out the reads are normalised per head, gated by the input, and mixed.
     """
 
-    def __init__(self, width: int, heads: int, parts: int, *, conv: int, gate: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, parts: int, *, conv: int, gate: bool, conv_each: bool = False
+    ) -> None:
         super().__init__()
-        self.width, self.heads, self.gated = width, heads, gate
-        self.conv = CausalConv(width, conv) if conv > 1 else None
+        self.width, self.heads, self.gated, self.each = width, heads, gate, conv_each
+        self.conv = CausalConv(parts * width if conv_each else width, conv) if conv > 1 else None
         self.project = nn.Linear(width, (parts + gate) * width, bias=False)
         self.norm = nn.Parameter(torch.ones(width // heads))
         self.out = nn.Linear(width, width, bias=False)
@@ -156,19 +161,47 @@ class Shell(nn.Module):
 
     def open(self, x: Tensor, tail: Tensor, valid: Tensor | None) -> Opened:
         """Convolve and project tokens: [B, T, D]."""
-        if self.conv is not None:
+        if self.conv is None:
+            return self.ask(x, tail)
+        if not self.each:
             x, tail = self.conv(x, tail, valid)
-        return self.ask(x, tail)
+            return self.ask(x, tail)
+        projected, gate = self._project(x)
+        projected, tail = self.conv(projected, tail, valid)
+        return Opened(self._split(projected), gate, x, tail)
 
     def ask(self, x: Tensor, tail: Tensor) -> Opened:
         """Project tokens without the convolution."""
-        pieces = list(self.project(x).split(self.width, dim=-1))
-        gate = pieces.pop() if self.gated else None
-        fast = state_dtype(x.dtype)
-        return Opened([split_heads(p, self.heads).to(fast) for p in pieces], gate, x, tail)
+        projected, gate = self._project(x)
+        return Opened(self._split(projected), gate, x, tail)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All parts in a row, and the output gate."""
+        all_of_it = self.project(x)
+        if not self.gated:
+            return all_of_it, None
+        parts = all_of_it.shape[-1] - self.width
+        return all_of_it[..., :parts], all_of_it[..., parts:]
+
+    def _split(self, projected: Tensor) -> list[Tensor]:
+        fast = state_dtype(projected.dtype)
+        pieces = projected.split(self.width, dim=-1)
+        return [split_heads(piece, self.heads).to(fast) for piece in pieces]
 
     def close(self, y: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise the reads per head, gate them, mix the heads: [B, H, T, d] -> [B, T, D]."""
         y = merge_heads(rms_norm(y, self.norm.to(y.dtype), 1e-6))
         y = y.to(self.out.weight.dtype)
         return self.out(y if gate is None else y * silu(gate))
+
+
+def make_shell(config: Any, parts: int) -> Shell:
+    """The shell of a memory with so many projections, as its configuration says."""
+    return Shell(
+        config.width,
+        config.heads,
+        parts,
+        conv=config.conv,
+        gate=config.gate,
+        conv_each=config.conv_each,
+    )

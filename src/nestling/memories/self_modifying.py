@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.memories.core import Memory, advance, state_dtype
-from nestling.memories.parts import Opened, Shell, check_sizes, whole_number
+from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.state import state_start, tree_map
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit, whole
@@ -37,6 +37,7 @@ class SelfModifyingConfig:
         retention, so that a write can flip the sign of what is stored (parity needs it).
     rates: where rates start in the first and in the last head, with geometric steps between. High
         ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
+    conv_each: the causal convolution acts on each projection instead of once before them.
     recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
         less memory, about a third more time in the scan.
     """
@@ -58,6 +59,7 @@ class SelfModifyingConfig:
     rates: tuple[float, float] = (0.1, 0.1)
     clip: float = 1.0
     conv: int = 4
+    conv_each: bool = False
     gate: bool = True
     recompute: bool = False
 
@@ -120,7 +122,7 @@ class SelfModifying(Memory):
         hidden = config.expansion * size
         names = ("k", "v", "q")
         self.static = tuple(n for n in names if config.residual or n not in config.adaptive)
-        self.shell = Shell(width, heads, 1 + len(self.static), conv=config.conv, gate=config.gate)
+        self.shell = make_shell(config, 1 + len(self.static))
         self.readout = nn.Parameter(torch.empty(heads, 2, size))
         self.bias = nn.Parameter(torch.empty(heads, 2))
         self.first = nn.Parameter(torch.empty(heads, many, hidden or size, size))
