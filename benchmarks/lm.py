@@ -4,10 +4,11 @@
     python benchmarks/lm.py --report                             only write the page
 
 Bytes of WikiText-2, about 1M parameters, every arm the same batches. Each arm's rate is the best of
-three on a seed of its own, at half the steps; then three seeds. Two more arms, at Hope's rate, tell
+three on a seed of its own, at half the steps; then three seeds. More arms, at Hope's rate, tell
 what matters: `hope_printed` is Eq. 83-88 as printed (deviation 22), `hope_parallel` has its levels
-side by side (Eq. 74) instead of in a chain. Beside the validation loss at the trained length, every
-model reads streams eight times as long: loss against position.
+side by side (Eq. 74) instead of in a chain, `hope_gated` has gated MLPs as levels. Beside the
+validation loss at the trained length, every model reads streams eight times as long: loss against
+position.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "titans": ("titans", {}),
     "deltanet": ("deltanet", {}),
     "hope_parallel": ("hope", {"topology": "parallel"}),
+    "hope_gated": ("hope", {"activation": "swiglu"}),
+    "hope_parallel_gated": ("hope", {"topology": "parallel", "activation": "swiglu"}),
     "hope_printed": ("hope", {"mixer_options": {"self_modifying": {"residual": False}}}),
 }
-VARIANTS = ("hope_parallel", "hope_printed")
+VARIANTS = ("hope_parallel", "hope_gated", "hope_parallel_gated", "hope_printed")
 """Arms that take Hope's rate."""
 
 RATES = (6e-3, 12e-3, 24e-3)

@@ -17,6 +17,8 @@ NAMES = {
     "titans": "Titans",
     "deltanet": "DeltaNet",
     "hope_parallel": "Hope, levels side by side (Eq. 74)",
+    "hope_gated": "Hope, gated levels",
+    "hope_parallel_gated": "Hope, gated levels side by side",
     "hope_printed": "Hope as printed (Eq. 83-88)",
 }
 Runs = dict[str, list[dict[str, Any]]]
@@ -91,17 +93,18 @@ def _tried(arm: str, trials: list[dict[str, Any]]) -> str:
 
 
 def _limit(runs: Runs) -> list[str]:
-    """What the levels side by side say about the chain."""
-    pairs = zip(runs.get("hope", []), runs.get("hope_parallel", []), strict=False)
-    gaps = [chain["valid"] - side["valid"] for chain, side in pairs]
-    if len(gaps) < 2:
-        return []
-    mean, half = interval(gaps)
-    word = "costs" if mean > half else "does not cost significantly"
-    return [
-        f"What limits Hope at this size: its chain of narrow levels {word} {show(gaps)} nats"
-        " against the same levels side by side, with the same memory.\n"
-    ]
+    """What the levels in other forms say about the chain of plain ones."""
+    said = []
+    for arm in ("hope_parallel", "hope_gated", "hope_parallel_gated"):
+        pairs = zip(runs.get("hope", []), runs.get(arm, []), strict=False)
+        gaps = [plain["valid"] - other["valid"] for plain, other in pairs]
+        if len(gaps) > 1:
+            mean, half = interval(gaps)
+            word = "costs" if mean > half else "does not cost significantly"
+            other = NAMES[arm].removeprefix("Hope, ")
+            said.append(f"- Hope's chain of narrow levels {word} {show(gaps)} nats against {other}")
+    title = "What limits Hope at this size, with the same memory and parameters:"
+    return [title, "", *said, ""] if said else []
 
 
 def _stretches(arm: str, found: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks.mlp import MLP, SwiGLU
+from nestling.blocks.mlp import SwiGLU, level_mlp
 from nestling.levels import Level
 from nestling.memories.core import Memory
 from nestling.norm import RMSNorm
@@ -79,7 +79,7 @@ class Chain(_Frozen):
         super().__init__()
         self.levels = tuple(levels)
         self.norms = nn.ModuleList(RMSNorm(width, eps) for _ in levels)
-        self.mlps = nn.ModuleList(MLP(width, hidden, activation) for _ in levels)
+        self.mlps = nn.ModuleList(level_mlp(width, hidden, activation) for _ in levels)
 
     def forward(
         self, x: Tensor, state: Any = None, mask: Tensor | None = None
@@ -107,7 +107,7 @@ class Parallel(_Frozen):
         super().__init__()
         self.levels = tuple(levels)
         self.norm = RMSNorm(width, eps)
-        self.mlps = nn.ModuleList(MLP(width, hidden, activation) for _ in levels)
+        self.mlps = nn.ModuleList(level_mlp(width, hidden, activation) for _ in levels)
         self.weight = nn.Parameter(torch.empty(len(self.levels)))
         self.reset_parameters()
 

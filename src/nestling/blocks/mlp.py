@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-__all__ = ["ACTIVATIONS", "MLP", "SwiGLU", "scaled_normal_"]
+__all__ = ["ACTIVATIONS", "GATED", "MLP", "SwiGLU", "level_mlp", "scaled_normal_"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
@@ -18,7 +18,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: nn.functional.relu(x).square(),
     "silu": nn.functional.silu,
 }
-"""The activations a configuration may name."""
+"""The activations a configuration may name, beside GATED."""
+
+GATED = "swiglu"
+"""The name that makes the MLP of a level a gated one."""
 
 
 def scaled_normal_(weight: Tensor, fan_in: int) -> None:
@@ -62,3 +65,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate = nn.functional.silu(self.gate(x))
         return self.down(gate * self.up(x))
+
+
+def level_mlp(width: int, hidden: int, activation: str) -> MLP | SwiGLU:
+    """The MLP of one level of a continuum memory (Eq. 70)."""
+    return SwiGLU(width, hidden) if activation == GATED else MLP(width, hidden, activation)

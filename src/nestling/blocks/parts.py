@@ -11,7 +11,7 @@ from typing import Any
 
 from nestling.blocks.adaptive import AdaptiveMLP
 from nestling.blocks.channel import Chain, Channel, FeedForward, InContext, Parallel
-from nestling.blocks.mlp import ACTIVATIONS
+from nestling.blocks.mlp import ACTIVATIONS, GATED
 from nestling.levels import Level
 from nestling.memories.attention import Attention, AttentionConfig
 from nestling.memories.core import Memory
@@ -93,10 +93,9 @@ class ChannelSpec:
             raise ValueError(
                 f"topology must be one of {', '.join(TOPOLOGIES)}; got {self.topology!r}"
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}; got {self.activation!r}"
-            )
+        if self.activation not in (*ACTIVATIONS, GATED):
+            known = ", ".join((*ACTIVATIONS, GATED))
+            raise ValueError(f"activation must be one of {known}; got {self.activation!r}")
         if self.name == "in_context" and self.hidden and self.hidden % self.heads:
             raise ValueError(
                 f"heads={self.heads} must divide the in-context channel's hidden width; got"
@@ -114,7 +113,8 @@ TOPOLOGIES: dict[str, type[Chain | Parallel]] = {"chain": Chain, "parallel": Par
 
 
 def _continuum(spec: ChannelSpec) -> Channel:
-    hidden = spec.hidden or max(1, 4 * spec.width // len(spec.levels))
+    usual = 8 * spec.width // 3 if spec.activation == GATED else 4 * spec.width
+    hidden = spec.hidden or max(1, usual // len(spec.levels))
     return TOPOLOGIES[spec.topology](
         spec.width, hidden, spec.levels, activation=spec.activation, eps=spec.eps
     )

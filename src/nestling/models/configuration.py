@@ -32,6 +32,7 @@ class NestlingConfig(PreTrainedConfig):
     levels: the continuum memory's levels, fastest first: `[{"name": "fast", "chunk": 512}, ...]`;
         chunk None never changes.
     topology: "chain" (Eq. 70) or "parallel" (Eq. 74).
+    activation: of the levels' MLPs: "gelu", "relu", "relu2", "silu", or "swiglu" for gated ones.
     intermediate_size: hidden width of each MLP (of each level); None: what keeps a layer's channel
         near the usual 8 hidden_size^2 parameters.
     max_position_embeddings: the context callers should plan with; memories have no limit.
