@@ -7,7 +7,8 @@
 All arms have the same width and parameters, and all but `hope_main` the same state. `hope_static`
 has static projections (Eq. 76-78), `hope_values` makes its own values besides, and `hope` has all
 five memories (Eq. 83-88), in 5 heads of d/5 channels against one of d. `hope_main` has the same
-*main* memory as the rivals, so five times their state.
+*main* memory as the rivals, so five times their state. `deltanet_levels` is DeltaNet with Hope's
+channel, a chain of four gated levels.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, paramete
 EACH = {"conv_each": True}
 HOPE = {**EACH, "conv": 3}  # a convolution more, so a tap less: no more state than the rivals
 PLAIN = {**HOPE, "adaptive": (), "rates": (0.5, 0.5)}
-SIDE_BY_SIDE = {"topology": "parallel"}  # Eq. 74
+LEVELS = {"channel": "cms", "activation": "swiglu"}
 ARMS: dict[str, tuple[str, presets.Size, dict[str, Any], dict[str, Any]]] = {
-    "hope_static": ("hope", SIZE, {**PLAIN, "own_values": False}, SIDE_BY_SIDE),
-    "hope_values": ("hope", SIZE, PLAIN, SIDE_BY_SIDE),
-    "hope": ("hope", replace(SIZE, heads=5), HOPE, SIDE_BY_SIDE),
-    "hope_main": ("hope", SIZE, HOPE, SIDE_BY_SIDE),
+    "hope_static": ("hope", SIZE, {**PLAIN, "own_values": False}, LEVELS),
+    "hope_values": ("hope", SIZE, PLAIN, LEVELS),
+    "hope": ("hope", replace(SIZE, heads=5), HOPE, LEVELS),
+    "hope_main": ("hope", SIZE, HOPE, LEVELS),
     "deltanet": ("deltanet", SIZE, EACH, {}),
     "gated_delta": ("gated_delta", SIZE, EACH, {}),
     "linear": ("linear", SIZE, EACH, {}),
+    "deltanet_levels": ("deltanet", SIZE, EACH, LEVELS),
 }
 STEPS, QUESTIONS = 2000, 512
 STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
-RATES = (5e-3, 1e-2)
-TUNING_SEED, SEEDS, TESTS = 100, (10, 11, 12, 13, 14, 15), (64, 48, 32)
+RATES = (2.5e-3, 5e-3)
+TUNING_SEED, SEEDS, TESTS = 100, (10, 11, 12, 13, 14), (64, 48, 32)
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -20,6 +20,7 @@ NAMES = {
     "deltanet": "DeltaNet",
     "gated_delta": "gated delta",
     "linear": "linear attention",
+    "deltanet_levels": "DeltaNet with Hope's chain of levels",
 }
 NO_VERDICT = "Only the trials were run, on one seed: no verdict.\n"
 Runs = dict[str, dict[str, Any]]

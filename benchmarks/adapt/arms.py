@@ -105,15 +105,18 @@ ARMS: dict[str, Arm] = {
     ),
 }
 LAST = {"layers": "last 10"}
-SMALL, LARGE = (0.015, 0.04, 0.08), (0.005, 0.015, 0.04)
+ADAM = {**LAST, "rule": "adam"}
+SMALL, LARGE, STEPS = (0.015, 0.04, 0.08), (0.005, 0.015, 0.04), (5e-5, 1.5e-4, 4e-4)
 SMOLLM2: dict[str, Arm] = {  # one variant each, as every run takes half a minute
-    "k=1": Arm((0.01, 0.03, 0.06), {"chunk 64": memory([64], **LAST)}),
-    "3 levels": Arm(SMALL, {"retain 0.95": moved(THREE, 0.95, **LAST)}),
-    "4 levels": Arm(SMALL, {"retain 0.95": moved([64, 128, 256, 1024], 0.95, **LAST)}),
+    "k=1": Arm(STEPS, {"Adam, chunk 64": memory([64], **ADAM)}),
+    "3 levels": Arm(STEPS, {"Adam, retain 0.95": moved(THREE, 0.95, **ADAM)}),
+    "k=1, descent": Arm((0.01, 0.03, 0.06), {"chunk 64": memory([64], **LAST)}),
+    "3 levels, descent": Arm(SMALL, {"retain 0.95": moved(THREE, 0.95, **LAST)}),
+    "4 levels, descent": Arm(SMALL, {"retain 0.95": moved([64, 128, 256, 1024], 0.95, **LAST)}),
     "SGD": Arm(LARGE, {"step 64": tuned(sgd, last=10)}),
     "AdamW": Arm((1e-5, 3e-5, 1e-4), {"step 64": tuned(adamw, last=10)}),
     "LoRA": Arm((3e-4, 1e-3, 3e-3), {"rank 8": tuned(adamw, lora=8, last=10)}),
     "dynamic evaluation": Arm((3e-5, 1e-4, 3e-4), {"decay 0.02": tuned(sgd, decay=0.02, last=10)}),
     "replay": Arm(LARGE, {"every 4th window": tuned(sgd, replay=4, last=10)}),
-    "EWC": Arm(LARGE, {"penalty 1e4": tuned(sgd, penalty=1e4, last=10)}),
+    "EWC": Arm(LARGE, {"penalty 100": tuned(sgd, penalty=100.0, last=10)}),
 }

@@ -11,9 +11,10 @@ from verdicts import show, verdict
 SAID = (
     'The text is "A grammar of Kalamang" (LaTeX), three parts of it; old text is WikiText-2. What'
     " learns are the MLPs of the last 10 of 30 layers (fine-tuning: those layers, LoRA: their"
-    " MLPs). Every arm has one variant and three rates, set in a pilot on a fourth part of the"
-    " grammar. Old loss may fall: a grammar is nearer to articles than to what an assistant is"
-    " asked."
+    " MLPs). Every arm has one variant and three rates, set in pilots on a fourth part of the"
+    " grammar. k=1 and 3 levels learn by Adam inside the memory (`rule='adam'`); by descent, as on"
+    " stories260K, they learn less of this text (*descent*). Old loss may fall: a grammar is nearer"
+    " to articles than to what an assistant is asked."
 )
 
 
