@@ -48,7 +48,7 @@ ARMS: dict[str, tuple[str, presets.Size, dict[str, Any], dict[str, Any]]] = {
 STEPS, QUESTIONS = 2000, 512
 STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
 RATES = (2.5e-3, 5e-3)
-TUNING_SEED, SEEDS, TESTS = 100, (10, 11, 12, 13, 14), (64, 48, 32)
+TUNING_SEED, SEEDS, TESTS = 100, (10, 11, 12), (64, 48, 32)
 ROOT = Path(__file__).resolve().parents[1]
 
 
