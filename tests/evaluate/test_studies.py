@@ -63,5 +63,5 @@ def test_stored_runs_are_found_again(tmp_path):
 def test_interval_of_the_mean():
     mean, half = interval([0.9, 1.0, 0.8])
     assert abs(mean - 0.9) < 1e-12
-    assert abs(half - 4.30 * 0.1 / 3**0.5) < 1e-12
+    assert abs(half - 4.303 * 0.1 / 3**0.5) < 1e-12
     assert percent([1.0, 1.0]) == "100"
