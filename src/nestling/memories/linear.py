@@ -105,7 +105,7 @@ class LinearState(NamedTuple):
     """Tokens seen, the convolution's tail, and the memory of each head."""
 
     position: Tensor  # [B] int64
-    tail: Tensor  # [B, conv - 1, D]
+    tail: Tensor  # [B, conv - 1, D], or all parts wide with conv_each
     weight: Tensor  # [B, H, d, d]
 
 

@@ -36,7 +36,7 @@ class OmegaState(NamedTuple):
     """Tokens seen, the convolution's tail, the memory, and the last `window - 1` pairs."""
 
     position: Tensor  # [B] int64
-    tail: Tensor  # [B, conv - 1, D]
+    tail: Tensor  # [B, conv - 1, D], or all parts wide with conv_each
     weight: Tensor  # [B, H, d, d]
     keys: Tensor  # [B, H, window - 1, d]
     values: Tensor  # [B, H, window - 1, d]

@@ -96,7 +96,7 @@ class SelfModifyingState(NamedTuple):
     the weights at the start of each memory's running chunk."""
 
     position: Tensor  # [B] int64
-    tail: Tensor  # [B, conv - 1, D]
+    tail: Tensor  # [B, conv - 1, D], or all parts wide with conv_each
     weights: Weights  # [B, H, N, ., .]
     start: Weights  # [B, H, N, ., .]
 
