@@ -77,12 +77,17 @@ def test_wrong_names_and_folders_are_named(tmp_path):
 
 def test_features_do_not_depend_on_company_and_are_kept(base, tmp_path):
     dataset = made_up()
-    made = features_of(base, dataset, tmp_path)
+    told: list[tuple[int, int]] = []
+    made = features_of(base, dataset, tmp_path, progress=lambda *counts: told.append(counts))
+    assert len(dataset.test.texts) in [texts for texts, _ in told]
+    assert told[0][1] > 0
     alone = encode(base, dataset.test.texts[:1])
     assert torch.allclose(made.test.x[:1], alone, atol=1e-5)
     (file,) = (tmp_path / "features").glob("*.safetensors")
     stamp = file.stat().st_mtime_ns
-    again = features_of(base, dataset, tmp_path)
+    told.clear()
+    again = features_of(base, dataset, tmp_path, progress=lambda *counts: told.append(counts))
+    assert not told, "what is kept is not read again"
     assert torch.equal(again.train.x, made.train.x)
     assert file.stat().st_mtime_ns == stamp
     assert made.labels.shape == (4, 16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nestling.continual.base import Base
 from nestling.continual.study import Store
 from nestling.continual.translation import (
     Language,
@@ -18,6 +19,7 @@ from nestling.continual.translation import (
 from nestling.continual.translation_page import translation_part
 from nestling.continual.translation_study import run_translation
 from nestling.continual.translator import Translator, levels_of
+from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
 
 
 def test_kalamang_and_indonesian(shared_data):
@@ -87,9 +89,6 @@ def test_a_model_without_a_continuum_is_refused(transformer):
 
 
 def test_a_translator_learns_a_pair_by_heart():
-    from nestling.continual.base import Base
-    from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
-
     torch.manual_seed(0)
     fields = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
     model = NestlingForCausalLM(presets.tiny("hope_attention", **fields))
@@ -98,6 +97,17 @@ def test_a_translator_learns_a_pair_by_heart():
     made.learn(pairs, epochs=80, seed=0)
     assert made.translate([s for s, _ in pairs]) == ["cat", "dog"]
     assert made.translate(["ba", "ce", "ba ce"])[:2] == ["cat", "dog"]  # lengths apart
+
+
+def test_after_a_prompt_no_answer_is_empty():
+    torch.manual_seed(0)
+    model = NestlingForCausalLM(presets.tiny("hope_attention", num_hidden_layers=1)).eval()
+    with torch.no_grad():  # a model that always ends the line first
+        model.get_input_embeddings().weight[ord("\n")] *= 100
+    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), 1, lr=0.0)
+    sentences = ["ba", "ce", "di", "fo", "gu", "ha"]
+    assert "" in made.translate(sentences, limit=3)
+    assert "" not in made.translate(sentences, [("ba", "cat")], limit=3)
 
 
 def test_the_quick_study_is_stored(tmp_path, monkeypatch):

@@ -49,6 +49,11 @@ def test_a_page_is_whole_and_needs_nothing_else(tmp_path):
     assert ">Hope</text>" in text, "the line is labelled by its name"
 
 
+def test_the_same_picture_is_the_same_text():
+    drawn = [Line("Hope", [1, 2, 4], [3, 2, 1], [2, 1, 0], [4, 3, 2])]
+    assert lines(drawn, x="x", y="y") == lines(drawn, x="x", y="y")
+
+
 def test_labels_of_lines_that_end_together_do_not_overlap():
     drawn = [Line(f"line {i}", [0, 1], [0, 1 + i * 1e-3]) for i in range(4)]
     svg = lines(drawn, x="x", y="y")

@@ -105,6 +105,7 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
     from nestling.continual.page import summary
     from nestling.continual.streams import load, sliced
     from nestling.continual.study import Plan, Store, Study
+    from nestling.train.progress import preparing
 
     quick = arguments.quick
     base = load_base(stage.base, arguments.data, arguments.cache, quick=quick)
@@ -125,7 +126,8 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
         other = load_base(stage.tuned[0], arguments.data, arguments.cache)
         stream = load(stage.tuned[1], arguments.data)
         tuned = Study(other, stream, arguments.cache, store, plan)
-    study = Study(base, dataset, arguments.cache, store, plan, tuned=tuned)
+    with preparing(f"the texts of {dataset.name} with {base.name}") as seen:
+        study = Study(base, dataset, arguments.cache, store, plan, tuned=tuned, progress=seen)
     seeds = min(arguments.seeds, 2) if quick else arguments.seeds
     found = []
     what = f"{base.name} on {stage.stream}, {stage.readout}"

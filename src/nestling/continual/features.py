@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ __all__ = [
     "last_channel",
     "text_features",
 ]
+
+Progress = Callable[[int, int], None] | None
+"""Told how many texts and how many tokens have been read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,13 @@ def _inputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def encode(
-    base: Base, texts: Sequence[str], *, length: int = 48, pool: str = "mean", rows: int = 64
+    base: Base,
+    texts: Sequence[str],
+    *,
+    length: int = 48,
+    pool: str = "mean",
+    rows: int = 64,
+    progress: Progress = None,
 ) -> Tensor:
     """[N, D]: the input of the last channel memory, pooled over each text's first tokens.
 
@@ -105,6 +114,7 @@ def encode(
     for number, tokens in enumerate(ids):
         groups[min(len(tokens), length)].append(number)
     out: Tensor | None = None
+    done = tokens_done = 0
     with _inputs(last_channel(base.model)) as seen:
         for size, numbers in sorted(groups.items()):
             for begin in range(0, len(numbers), rows):
@@ -117,6 +127,9 @@ def encode(
                 if out is None:
                     out = torch.zeros(len(ids), x.shape[-1])
                 out[part] = pooled.float()
+                done, tokens_done = done + len(part), tokens_done + given.numel()
+                if progress is not None:
+                    progress(done, tokens_done)
     if out is None:
         raise ValueError("no texts to encode")
     return out
@@ -139,9 +152,16 @@ def label_embeddings(base: Base, classes: Sequence[str]) -> Tensor:
 
 
 def features_of(
-    base: Base, dataset: Dataset, cache: Path, *, length: int = 48, pool: str = "mean"
+    base: Base,
+    dataset: Dataset,
+    cache: Path,
+    *,
+    length: int = 48,
+    pool: str = "mean",
+    progress: Progress = None,
 ) -> Features:
     """The data set's features, from the cache or computed now and kept there."""
+    reading: dict[str, Any] = {"length": length, "pool": pool, "progress": progress}
     splits = {"train": dataset.train, "valid": dataset.valid, "test": dataset.test}
     facts = [base.name, _weight_sum(base.model), length, pool, dataset.classes]
     facts += [[split.texts, split.labels] for split in splits.values()]
@@ -152,7 +172,7 @@ def features_of(
         tensors = load_tree(folder, name)[0]
     if not tensors:
         for split, given in splits.items():
-            tensors[f"{split}.x"] = encode(base, given.texts, length=length, pool=pool)
+            tensors[f"{split}.x"] = encode(base, given.texts, **reading)
             tensors[f"{split}.y"] = torch.tensor(given.labels)
         tensors["labels"] = label_embeddings(base, dataset.classes)
         save_tree(folder, name, tensors, {"base": base.name, "stream": dataset.name})
@@ -160,12 +180,17 @@ def features_of(
         s: Encoded(x=tensors[f"{s}.x"], y=tensors[f"{s}.y"], texts=given.texts)
         for s, given in splits.items()
     }
-    text = text_features(base, cache, length=length, pool=pool)
+    text = text_features(base, cache, **reading)
     return Features(labels=tensors["labels"], text=text, **made)
 
 
 def text_features(
-    base: Base, cache: Path, *, length: int = 48, pool: str = "mean"
+    base: Base,
+    cache: Path,
+    *,
+    length: int = 48,
+    pool: str = "mean",
+    progress: Progress = None,
 ) -> Tensor | None:
     """[M, D]: the base's general text below the cut, kept in the cache; None where it has none."""
     if not base.text:
@@ -174,7 +199,7 @@ def text_features(
     name = f"{base.name}-text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with contextlib.suppress(BrokenFileError):
         return load_tree(cache / "features", name)[0]["x"]
-    made = encode(base, base.text, length=length, pool=pool)
+    made = encode(base, base.text, length=length, pool=pool, progress=progress)
     save_tree(cache / "features", name, {"x": made}, {"base": base.name})
     return made
 

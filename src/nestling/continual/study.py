@@ -16,7 +16,7 @@ import torch
 
 from nestling.continual import metrics
 from nestling.continual.base import Base
-from nestling.continual.features import Encoded, features_of
+from nestling.continual.features import Encoded, Progress, features_of
 from nestling.continual.methods import METHODS, Setting, Setup, build
 from nestling.continual.protocol import run_stream
 from nestling.continual.streams import Dataset, class_order
@@ -47,7 +47,10 @@ class Plan:
 
 
 class Study:
-    """One base model on one stream; `tuned`: another study whose settings are used."""
+    """One base model on one stream; `tuned`: another study whose settings are used.
+
+    progress: told how many texts the base model has read, while they are encoded.
+    """
 
     def __init__(
         self,
@@ -58,10 +61,11 @@ class Study:
         plan: Plan | None = None,
         *,
         tuned: Study | None = None,
+        progress: Progress = None,
     ) -> None:
         self.base, self.dataset, self.store, self.tuned = base, dataset, store, tuned
         self.plan = plan or Plan()
-        self.features = features_of(base, dataset, cache)
+        self.features = features_of(base, dataset, cache, progress=progress)
 
     def run(self, method: str, seed: int) -> dict[str, Any]:
         """The result of a method for a seed: its class order, weights' and examples' order."""

@@ -93,7 +93,11 @@ class Translator:
     def translate(
         self, sentences: Sequence[str], prompt: Sequence[tuple[str, str]] = (), limit: int = 40
     ) -> list[str]:
-        """Greedy English for each sentence; those of equal length are read together."""
+        """Greedy English for each sentence; those of equal length are read together.
+
+        After a prompt no answer may be empty: a base model that was not trained on pairs would
+        often rather end the line at once.
+        """
         start = [token for pair in prompt for part in self._line(*pair) for token in part][-512:]
         asked = [[*start, *self._ids(sentence + _ARROW)] for sentence in sentences]
         groups: dict[int, list[int]] = defaultdict(list)
@@ -101,20 +105,29 @@ class Translator:
             groups[len(ids)].append(number)
         out = [""] * len(asked)
         for members in groups.values():
-            made = self._greedy(torch.tensor([asked[i] for i in members]), limit)
+            given = torch.tensor([asked[i] for i in members])
+            made = self._greedy(given, limit, self._ends() if prompt else [])
             for number, ids in zip(members, made.tolist(), strict=True):
                 out[number] = self.tokenizer.decode(ids).split(_END)[0].strip()
         return out
 
+    def _ends(self) -> list[int]:
+        """The tokens that end a line, or say nothing."""
+        tokens = range(len(self.tokenizer))
+        return [token for token in tokens if not self.tokenizer.decode([token]).strip()]
+
     @torch.no_grad()
-    def _greedy(self, ids: Tensor, limit: int) -> Tensor:
+    def _greedy(self, ids: Tensor, limit: int, not_first: list[int]) -> Tensor:
         """[N, T] -> [N, at most limit] new tokens, until every row has ended."""
-        cache, made = None, []
+        cache, made = None, list[Tensor]()
         ended = torch.zeros(len(ids), dtype=torch.bool)
         for _ in range(limit):
             done = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = done.past_key_values
-            ids = done.logits[:, -1:].argmax(-1)  # [N, 1]
+            logits = done.logits[:, -1:]
+            if not made:
+                logits[..., not_first] = -torch.inf
+            ids = logits.argmax(-1)  # [N, 1]
             made.append(ids)
             ended |= torch.tensor([_END in self.tokenizer.decode(row) for row in ids.tolist()])
             if ended.all():

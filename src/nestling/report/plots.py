@@ -39,6 +39,7 @@ def lines(
     from matplotlib import pyplot
 
     style = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11}
+    style["svg.hashsalt"] = "nestling"  # the same picture has the same ids, so the same text
     with mpl.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
         for colour, line in zip(_cycle(len(drawn)), drawn, strict=True):
