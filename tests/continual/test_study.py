@@ -10,7 +10,7 @@ import pytest
 from nestling.continual import metrics
 from nestling.continual.page import compare, summary, write_page
 from nestling.continual.streams import Dataset, Split
-from nestling.continual.study import TUNING_SEED, Plan, Store, Study
+from nestling.continual.study import TUNING_SEED, Plan, Store, Study, packed
 
 PLAN = Plan(rows=4, prompt_sample=4)
 
@@ -86,7 +86,8 @@ def test_the_page_states_verdicts(tmp_path):
         path = results / "lora" / f"seed{seed}-x.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(made_up("lora", seed, 0.2)))
-    text = write_page(results, tmp_path / "docs").read_text()
+    store = Store(results, copy=tmp_path / "docs" / "continual.json")
+    text = write_page(store, tmp_path / "docs").read_text()
     line = {r.split("|")[1].strip(): r for r in text.splitlines() if r.startswith("| CMS beats")}
     assert line["CMS beats sequential fine-tuning"].count("**shown**") == 3
     assert line["CMS beats EWC"].count("**inconclusive**") == 3
@@ -94,6 +95,9 @@ def test_the_page_states_verdicts(tmp_path):
     assert "CMS beats experience replay" not in line  # was not run
     assert "unfinished: 2 seeds" in line["CMS beats LoRA"]
     assert list((tmp_path / "docs").glob("*.svg"))
+    assert store.gather(packed) == 14
+    lost = Store(tmp_path / "nowhere", copy=store.copy)  # the runs are gone, their copy is not
+    assert write_page(lost, tmp_path / "again").read_text() == text
 
 
 def test_verdicts():
@@ -106,5 +110,12 @@ def test_verdicts():
 
 
 def test_an_empty_store_has_no_page(tmp_path):
-    with pytest.raises(ValueError, match="no results yet"):
-        write_page(tmp_path, tmp_path)
+    assert write_page(Store(tmp_path), tmp_path) is None
+
+
+def test_the_copy_of_a_trial_is_short():
+    trial = made_up("ewc", TUNING_SEED, 0.5)
+    assert packed(trial)["matrix"] == [[0.5, 0.8]]
+    assert packed(made_up("ewc", 10, 0.5))["matrix"] == [[0.9, 0.0], [0.5, 0.8]]
+    trial["facts"]["base"] = "transformer-quick"
+    assert packed(trial) is None

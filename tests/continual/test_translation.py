@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -16,8 +18,8 @@ from nestling.continual.translation import (
     manchu,
     word_tokenizer,
 )
-from nestling.continual.translation_page import translation_part
-from nestling.continual.translation_study import run_translation
+from nestling.continual.translation_page import translation_part, write_languages
+from nestling.continual.translation_study import LEARNERS, Problem, packed, run_translation
 from nestling.continual.translator import Translator, levels_of
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
 
@@ -72,8 +74,6 @@ def test_chrf_of_the_truth_is_100():
 
 
 def test_levels_hold_every_weight_once():
-    from nestling.models import NestlingForCausalLM, presets
-
     model = NestlingForCausalLM(presets.tiny("hope_attention", hidden_size=16, intermediate_size=8))
     for k in (1, 2, 3):
         groups = levels_of(model, k)
@@ -81,18 +81,72 @@ def test_levels_hold_every_weight_once():
         assert all(groups)
         flat = [id(p) for group in groups for p in group]
         assert sorted(flat) == sorted(id(p) for p in model.parameters())
+    names = {id(p): name for name, p in model.named_parameters()}
+    fast, middle, slow = ([names[id(p)] for p in group] for group in levels_of(model, 3))
+    assert fast == ["model.embed_tokens.weight"]
+    assert all(".mlps.0." in name or ".mlps.1." in name for name in middle)
+    assert {".mlps.3." in name for name in slow} == {True, False}  # mixers and norms as well
+
+
+def test_levels_learn_by_their_clock_or_by_a_smaller_rate():
+    torch.manual_seed(0)
+    fields = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    base = Base(
+        name="m",
+        model=NestlingForCausalLM(presets.tiny("hope_attention", **fields)),
+        tokenizer=byte_tokenizer(),
+    )
+
+    def moved(clock, **options):
+        made = Translator(base, clock, lr=1e-3, rows=1, **options)
+        made.learn((("ba", "cat"), ("ce", "dog")), epochs=1, seed=0)  # two steps
+        pairs = zip(levels_of(made.model, 2), levels_of(base.model, 2), strict=True)
+        gaps = [torch.cat([(p - q).flatten() for p, q in zip(*g, strict=True)]) for g in pairs]
+        return [float(gap.detach().abs().max()) for gap in gaps]
+
+    fast, slow = moved((1, 2))
+    assert 1e-3 < fast < 2.1e-3  # two steps of Adam, and one
+    assert 0.9e-3 < slow < 1.1e-3
+    assert moved((1, math.inf))[1] == 0
+    assert moved((1, 4), by_rate=True)[1] < 0.6e-3
+
+
+def test_every_learner_gets_as_many_trials(transformer):
+    pair = cipher("A", 0, train=2, test=1), cipher("B", 1, train=2, test=1)
+    for rates in ((0.1,), (0.1, 0.2, 0.3, 0.4)):
+        problem = Problem(
+            name="x",
+            base=transformer,
+            languages=pair,
+            epochs=1,
+            rows=1,
+            rates=rates,
+            shots=tuple(range(len(rates))),
+        )
+        for learner in LEARNERS:
+            trials = [str(setting) for setting in problem.trials(learner)]
+            assert len(set(trials)) == len(rates)
+
+
+def test_a_prompt_holds_whole_pairs():
+    torch.manual_seed(0)
+    model = NestlingForCausalLM(presets.tiny("hope_attention", num_hidden_layers=1)).eval()
+    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), lr=0.0)
+    pairs = [("ba", "cat"), ("ce", "dog"), ("di", "cow")]  # nine bytes each: "ba = cat\n"
+    assert made.fitting(pairs, 26) == pairs[:2]
+    assert made.fitting(pairs, 27) == pairs
 
 
 def test_a_model_without_a_continuum_is_refused(transformer):
     with pytest.raises(ValueError, match="continuum memory"):
-        Translator(transformer, 2, lr=1e-3)
+        Translator(transformer, (1, 2), lr=1e-3)
 
 
 def test_a_translator_learns_a_pair_by_heart():
     torch.manual_seed(0)
     fields = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
     model = NestlingForCausalLM(presets.tiny("hope_attention", **fields))
-    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), 2, lr=1e-2)
+    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), (1, 8), lr=1e-2)
     pairs = (("ba", "cat"), ("ce", "dog"))
     made.learn(pairs, epochs=80, seed=0)
     assert made.translate([s for s, _ in pairs]) == ["cat", "dog"]
@@ -104,7 +158,7 @@ def test_after_a_prompt_no_answer_is_empty():
     model = NestlingForCausalLM(presets.tiny("hope_attention", num_hidden_layers=1)).eval()
     with torch.no_grad():  # a model that always ends the line first
         model.get_input_embeddings().weight[ord("\n")] *= 100
-    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), 1, lr=0.0)
+    made = Translator(Base(name="m", model=model, tokenizer=byte_tokenizer()), lr=0.0)
     sentences = ["ba", "ce", "di", "fo", "gu", "ha"]
     assert "" in made.translate(sentences, limit=3)
     assert "" not in made.translate(sentences, [("ba", "cat")], limit=3)
@@ -126,13 +180,21 @@ def test_claims_about_languages_get_a_verdict(tmp_path):
     for seed in range(3):
         for learner, kept in (("hope-1", 20.0), ("hope-3", 90.0), ("icl", 10.0)):
             facts = {
-                "kind": "translation", "problem": "enciphered", "order": "A then B", "rate": 0.1,
-                "learner": learner, "seed": seed,
+                "kind": "translation", "problem": "enciphered", "order": "A then B",
+                "setting": {"rate": 0.1}, "learner": learner, "seed": seed,
             }  # fmt: skip
             run = {"first alone": 95.0, "second alone": 95.0, "second at the end": 95.0}
+            run |= {"first untaught": 10.0, "seconds": 1.0}
             run["first at the end"] = kept + seed
             store.get((learner, f"seed{seed}"), lambda run=run: run, facts)
-    text = translation_part(store)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "languages_note.md").write_text("by hand")
+    text = write_languages(store, tmp_path / "docs").read_text().splitlines()
+    assert text[-1] == "by hand"
+    store.copy = tmp_path / "docs" / "languages.json"
+    assert store.gather(packed) == 9
+    lost = Store(tmp_path / "nowhere", copy=store.copy)
+    assert translation_part(lost) == translation_part(store)
     verdicts = {line.split(" | ")[0]: line for line in text if "**" in line}
     assert "**shown**" in verdicts["| Hope-3 keeps more of the first language than Hope-1"]
     assert "**shown**" in verdicts["| Hope-3 nearly recovers learning alone (over 90%)"]

@@ -32,3 +32,37 @@ def test_a_result_is_replaced(tmp_path):
     store.put("part", {"a": 1})
     store.put("part", {"a": 2})
     assert list(store.read()) == [{"a": 2}]
+
+
+def test_the_copy_stands_in_for_a_lost_folder(tmp_path):
+    copy = tmp_path / "docs" / "runs.json"
+    store = Store(tmp_path / "runs", copy=copy)
+    facts = {"lr": 0.1234567891}
+    store.get(("x", "seed0"), lambda: {"loss": 1 / 3, "matrix": [[2 / 3, 1]]}, facts)
+    store.get(("x", "tuning"), lambda: {"loss": 0.5})
+    assert store.gather() == 2
+    lost = Store(tmp_path / "elsewhere", copy=copy)
+    again = lost.get(("x", "seed0"), lambda: pytest.fail("ran again"), facts)
+    assert again == {"facts": facts, "loss": 0.333333, "matrix": [[0.666667, 1]]}
+    assert list(lost.read("seed")) == [again]
+    lost.get(("x", "seed1"), lambda: {"loss": 0.25}, facts)
+    lost.put(("x", "tuning"), {"loss": 0.75})  # the folder's is newer
+    assert [run["loss"] for run in lost.read()] == [0.333333, 0.25, 0.75]
+    before = copy.read_bytes()
+    assert lost.gather() == 3
+    assert lost.gather() == 3
+    assert Store(tmp_path / "nowhere", copy=copy).gather() == 3
+    assert copy.read_bytes() != before
+
+
+def test_the_copy_keeps_what_it_is_told_to(tmp_path):
+    store = Store(tmp_path / "runs", copy=tmp_path / "runs.json")
+    for i in range(3):
+        store.put(f"run{i}", {"i": i, "long": [i] * 100})
+    store.gather(lambda run: {"i": run["i"]} if run["i"] else None)
+    assert list(Store(tmp_path / "x", copy=tmp_path / "runs.json").read()) == [{"i": 1}, {"i": 2}]
+
+
+def test_a_store_without_a_copy_says_so(tmp_path):
+    with pytest.raises(ValueError, match="copy=FILE"):
+        Store(tmp_path).gather()

@@ -21,8 +21,9 @@ _EXAMPLES = """examples:
   nestling continual translate --data DATA                          new languages, one after another
   nestling continual page --out docs/results                        the results page only
 
-Every run is one JSON file under --cache; start the same command again and it goes on. Settings are
-chosen on a validation stream that the reported seeds never use."""
+Every run is one JSON file under --cache; start the same command again and it goes on. With --out a
+copy of all runs lies beside the page and stands in for a cache that is gone. Settings are chosen on
+a validation stream that the reported seeds never use."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--per-class", type=int, help="at most so many examples of a class")
     made.add_argument("--manchu", type=Path, help="translate: a folder with the Manchu set")
     made.add_argument("--cache", type=Path, default=Path("runs/continual"), help="models, runs")
-    made.add_argument("--out", type=Path, help="write the results page into this folder")
+    made.add_argument("--out", type=Path, help="folder of the results pages and their runs")
     made.add_argument("--no-tuning", action="store_true", help="default settings for every method")
     made.add_argument("--quick", action="store_true", help="a slice with a quick base model")
     return made
@@ -68,13 +69,40 @@ def run(arguments: argparse.Namespace) -> int:
                 _classify(arguments, stage)
         if arguments.stream in ("translate", "all"):
             _translate(arguments)
-    if arguments.out is not None or arguments.stream == "page":
-        from nestling.continual.page import write_page
-
-        folder = arguments.out or Path("docs/results")
-        path = write_page(arguments.cache / "study", folder, quick=arguments.quick)
-        print(f"page: {path}")
+    if arguments.stream == "page" and arguments.out is None:
+        arguments.out = Path("docs/results")
+    if arguments.out is not None:
+        _write(arguments)
     return 0
+
+
+def _store(arguments: argparse.Namespace, page: str) -> Any:
+    """The runs; those of a page that lies in --out stand in for what the cache lacks."""
+    from nestling.report.store import Store
+
+    kept = arguments.out is not None and not arguments.quick
+    return Store(arguments.cache / "study", copy=arguments.out / f"{page}.json" if kept else None)
+
+
+def _write(arguments: argparse.Namespace) -> None:
+    """The pages of what was asked for, and a copy of the runs beside each."""
+    from nestling.continual import page, study, translation_page, translation_study
+
+    made = []
+    for name, without, write, packed in (
+        ("continual", ("translate",), page.write_page, study.packed),
+        ("languages", STREAMS, translation_page.write_languages, translation_study.packed),
+    ):
+        store = _store(arguments, name)
+        if arguments.stream in without:
+            continue
+        path = write(store, arguments.out, quick=arguments.quick)
+        if path is not None and store.copy is not None:
+            store.gather(packed)
+        made += [path] if path is not None else []
+    if not made:
+        raise ValueError(f"{arguments.cache}: no results yet; run `nestling continual STREAM`")
+    print("\n".join(f"page: {path}" for path in made))
 
 
 def _stages(arguments: argparse.Namespace) -> list[Any]:
@@ -104,7 +132,7 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
     from nestling.continual.base import load_base
     from nestling.continual.page import summary
     from nestling.continual.streams import load, sliced
-    from nestling.continual.study import Plan, Store, Study
+    from nestling.continual.study import Plan, Study
     from nestling.train.progress import preparing
 
     quick = arguments.quick
@@ -120,7 +148,7 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
         tune=not (arguments.no_tuning or quick),
         prompt_sample=16 if quick else 64,
     )
-    store = Store(arguments.cache / "study")
+    store = _store(arguments, "continual")
     tuned = None
     if stage.tuned is not None and plan.tune:
         other = load_base(stage.tuned[0], arguments.data, arguments.cache)
@@ -140,11 +168,10 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
 
 
 def _translate(arguments: argparse.Namespace) -> None:
-    from nestling.continual.study import Store
     from nestling.continual.translation_page import translation_part
     from nestling.continual.translation_study import run_translation
 
-    store = Store(arguments.cache / "study")
+    store = _store(arguments, "languages")
     with _bar("translation", None) as advance:
         run_translation(
             arguments.data,

@@ -199,16 +199,19 @@ seeds. They show that everything runs, not what is better.
 Key = tuple[str, str, str, int]  # base, readout, stream, training examples
 
 
-def write_page(results: Path, folder: Path, *, quick: bool = False) -> Path:
-    """Write continual.md and its curves from what is stored; quick runs are a page of their own."""
+def write_page(store: Store, folder: Path, *, quick: bool = False) -> Path | None:
+    """Write continual.md and its curves from what is stored; None where there is nothing.
+
+    Quick runs are a page of their own.
+    """
     groups: dict[Key, list[Run]] = defaultdict(list)
-    for run in Store(results).read("seed"):
+    for run in store.read("seed"):
         facts = run["facts"]
         if facts.get("kind") == "translation" or facts["base"].endswith("-quick") != quick:
             continue
         groups[facts["base"], facts["readout"], facts["stream"], facts["examples"]].append(run)
     if not groups:
-        raise ValueError(f"{results}: no results yet; run `nestling continual STREAM` first")
+        return None
     made = {key: _by_method(groups[key]) for key in sorted(groups, key=_place)}
     text = [HEAD, QUICK] if quick else [HEAD]
     text += ["## Verdicts", "", *_verdicts({_name(k): runs for k, runs in made.items()}), ""]
@@ -216,9 +219,6 @@ def write_page(results: Path, folder: Path, *, quick: bool = False) -> Path:
         picture = f"continual_{'_'.join(map(str, key))}.svg"
         _curves(runs, folder / picture)
         text += [*_section(key, runs), "", f"![learning curves]({picture})", ""]
-    from nestling.continual.translation_page import translation_part
-
-    text += translation_part(Store(results), quick=quick)
     text += [] if quick else _limits(folder)
     path = folder / ("continual_quick.md" if quick else "continual.md")
     write_atomic(path, ("\n".join(text).rstrip() + "\n").encode())

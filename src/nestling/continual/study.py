@@ -6,6 +6,7 @@ at any time from what is there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 
-from nestling.continual import metrics
 from nestling.continual.base import Base
 from nestling.continual.features import Encoded, Progress, features_of
 from nestling.continual.methods import METHODS, Setting, Setup, build
@@ -22,7 +22,7 @@ from nestling.continual.protocol import run_stream
 from nestling.continual.streams import Dataset, class_order
 from nestling.report.store import Store
 
-__all__ = ["FIRST_SEED", "TUNING_SEED", "Plan", "Store", "Study"]
+__all__ = ["FIRST_SEED", "TUNING_SEED", "Plan", "Store", "Study", "packed"]
 
 TUNING_SEED = 1000
 """The class order that settings are chosen on; never one of the reported seeds."""
@@ -102,7 +102,7 @@ class Study:
             lambda: self._run(method, setting, TUNING_SEED, "valid"),
             facts,
         )
-        return metrics.average_accuracy(stored["matrix"])
+        return statistics.fmean(stored["matrix"][-1])
 
     def _where(self, method: str, name: str) -> tuple[str, ...]:
         return self.base.name, self.dataset.name, self.plan.readout, method, name
@@ -137,6 +137,14 @@ class Study:
             "tuned on": f"{source.base.name}, {source.dataset.name}",
             "seed": seed,
         }
+
+
+def packed(run: dict[str, Any]) -> dict[str, Any] | None:
+    """What the copy of the runs keeps of one on a stream: of a trial only what decides, the end."""
+    facts = run["facts"]
+    if facts.get("kind") == "translation" or facts["base"].endswith("-quick"):
+        return None
+    return run | {"matrix": run["matrix"][-1:]} if facts["seed"] == TUNING_SEED else run
 
 
 def _balanced(data: Encoded, count: int, tasks: Sequence[Sequence[int]], seed: int) -> Encoded:

@@ -1,13 +1,15 @@
 """CTNL (Fig. 8): learn to translate one language, then another; what is left of the first?
 
-Hope-k is a language model whose continuum memory has k levels: the MLPs of its chains are grouped
-into k levels with a clock each (Eq. 71, across steps); all other weights learn with the fastest
-level. In-context learning sees pairs in its prompt and changes nothing. Every learner's rate is
-chosen on other languages (enciphered) or on held-out sentences (real), from the same rates.
+Hope-k is a language model whose weights learn at k levels, each with a clock (Eq. 71, across
+steps). Controls: no level learns but the embeddings (hope-0), and levels that differ in rate
+instead of frequency (rates-3). In-context learning sees pairs in its prompt and changes nothing.
+Every learner gets as many trials, on other languages (enciphered) or held-out sentences (real).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,15 +31,30 @@ from nestling.continual.translation import (
 from nestling.continual.translator import Translator
 from nestling.models import NestlingForCausalLM, presets
 
-__all__ = ["LEARNERS", "Problem", "run_translation"]
+__all__ = ["LEARNERS", "Problem", "packed", "run_translation", "translations"]
 
-LEARNERS = ("hope-1", "hope-2", "hope-3", "icl")
+LEARNERS = ("hope-0", "hope-1", "hope-2", "hope-3", "rates-3", "icl")
+CLOCKS = {
+    "hope-0": ("1/never",),
+    "hope-1": ("1",),
+    "hope-2": ("1/8", "1/32"),
+    "hope-3": ("1/4/16", "1/16/64"),
+    "rates-3": ("1/4/16", "1/16/64"),
+}
+"""Steps between the updates of the levels, fastest first: what tuning may choose from."""
+ROOM = 512
+"""Tokens of a prompt."""
 Say = Callable[[str], None]
+Setting = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Two languages to learn one after the other, from a base model."""
+    """Two languages to learn one after the other, from a base model.
+
+    rates: for learners with one clock; those with a choice of two try the upper half with each.
+    shots: pairs in a prompt, as far as they fit.
+    """
 
     name: str
     base: Base
@@ -45,7 +62,16 @@ class Problem:
     epochs: int
     rows: int
     rates: tuple[float, ...]
-    shots: int = 8
+    shots: tuple[int, ...]
+
+    def trials(self, learner: str) -> list[Setting]:
+        """The settings tuning may choose from, as many for every learner."""
+        if learner == "icl":
+            return [{"shots": shots} for shots in self.shots]
+        clocks = CLOCKS[learner]
+        rates = self.rates[len(self.rates) - max(1, len(self.rates) // len(clocks)) :]
+        made = [{"rate": rate, "clock": clock} for rate in rates for clock in clocks]
+        return made[: len(self.rates)]
 
 
 def run_translation(
@@ -65,29 +91,28 @@ def run_translation(
         makers.append(partial(_real, data, cache, manchu))
     for make in makers:
         tuned = make(TUNING_SEED)
-        rates = {learner: _tune(tuned, learner, store, say) for learner in LEARNERS}
+        settings = {learner: _tune(tuned, learner, store, say) for learner in LEARNERS}
         for seed in range(first, first + seeds):
             problem = make(seed)
             for learner in LEARNERS:
                 say(f"{problem.name}: {learner}, seed {seed}")
-                _stored(problem, learner, rates[learner], seed, store, f"seed{seed}")
+                _stored(problem, learner, settings[learner], seed, store, f"seed{seed}")
 
 
-def _tune(problem: Problem, learner: str, store: Store, say: Say) -> float:
-    """The rate with the best mean chrF over both languages at the end."""
-    if learner == "icl" or len(problem.rates) == 1:
-        return problem.rates[0]
+def _tune(problem: Problem, learner: str, store: Store, say: Say) -> Setting:
+    """The setting with the best mean chrF over both languages at the end."""
+    trials = problem.trials(learner)
 
-    def outcome(rate: float) -> float:
-        say(f"{problem.name}: {learner}, tuning, rate {rate:g}")
-        stored = _stored(problem, learner, rate, TUNING_SEED, store, "tuning")
+    def outcome(setting: Setting) -> float:
+        say(f"{problem.name}: {learner}, tuning, {setting}")
+        stored = _stored(problem, learner, setting, TUNING_SEED, store, "tuning")
         return float(stored["first at the end"] + stored["second at the end"])
 
-    return max(problem.rates, key=outcome)
+    return trials[0] if len(trials) == 1 else max(trials, key=outcome)
 
 
 def _stored(
-    problem: Problem, learner: str, rate: float, seed: int, store: Store, name: str
+    problem: Problem, learner: str, setting: Setting, seed: int, store: Store, name: str
 ) -> dict[str, Any]:
     first, second = problem.languages
     facts = {
@@ -99,36 +124,57 @@ def _stored(
         "sizes": [len(first.train), len(first.test)],
         "epochs": problem.epochs,
         "rows": problem.rows,
-        "rate": rate,
+        "setting": setting,
         "seed": seed,
     }
     where = ("translation", problem.name, learner, name)
-    return store.get(where, partial(_learn_both, problem, learner, rate, seed), facts)
+    return store.get(where, partial(_learn_both, problem, learner, setting, seed), facts)
 
 
-def _learn_both(problem: Problem, learner: str, rate: float, seed: int) -> dict[str, float]:
-    """chrF of both languages alone and in sequence."""
+def _learn_both(problem: Problem, learner: str, setting: Setting, seed: int) -> dict[str, float]:
+    """chrF of both languages alone and in sequence, and the processor time of it all."""
+    begin = time.process_time()
+    run = _prompted if learner == "icl" else _taught
+    out = run(problem, learner, setting, seed)
+    return out | {"seconds": time.process_time() - begin}
+
+
+def _taught(problem: Problem, learner: str, setting: Setting, seed: int) -> dict[str, float]:
     first, second = problem.languages
-    if learner == "icl":
-        frozen = Translator(problem.base, 1, lr=0.0)
-        one, two = first.train[: problem.shots], second.train[: problem.shots]
-        return {
-            "first alone": frozen.score(first, one),
-            "second alone": frozen.score(second, two),
-            "first at the end": frozen.score(first, (*one, *two)),
-            "second at the end": frozen.score(second, (*one, *two)),
-        }
-    levels = int(learner[-1])
-    made = Translator(problem.base, levels, lr=rate, rows=problem.rows)
+    clock = [math.inf if c == "never" else int(c) for c in setting["clock"].split("/")]
+    make = partial(
+        Translator,
+        problem.base,
+        clock,
+        lr=setting["rate"],
+        rows=problem.rows,
+        by_rate=learner.startswith("rates"),
+    )
+    made = make()
     made.learn(first.train, problem.epochs, seed)
     out = {"first alone": made.score(first)}
     made.learn(second.train, problem.epochs, seed)
     out |= {"first at the end": made.score(first), "second at the end": made.score(second)}
     if seed == TUNING_SEED:
         return out
-    other = Translator(problem.base, levels, lr=rate, rows=problem.rows)
+    other = make()
     other.learn(second.train, problem.epochs, seed)
-    return out | {"second alone": other.score(second)}
+    return out | {"second alone": other.score(second), "first untaught": other.score(first)}
+
+
+def _prompted(problem: Problem, learner: str, setting: Setting, seed: int) -> dict[str, float]:
+    """The pairs that fit into a prompt; at the end those of both languages share it."""
+    first, second = problem.languages
+    frozen = Translator(problem.base, lr=0.0)
+    pairs = [language.train[: setting["shots"]] for language in problem.languages]
+    one, two = (frozen.fitting(some, ROOM) for some in pairs)
+    both = [pair for some in pairs for pair in frozen.fitting(some, ROOM // 2)]
+    out = {"first at the end": frozen.score(first, both)}
+    out["second at the end"] = frozen.score(second, both)
+    if seed == TUNING_SEED:
+        return out
+    out |= {"first alone": frozen.score(first, one), "second alone": frozen.score(second, two)}
+    return out | {"first untaught": frozen.score(first, two)}
 
 
 def _enciphered(seed: int, *, quick: bool) -> Problem:
@@ -142,21 +188,21 @@ def _enciphered(seed: int, *, quick: bool) -> Problem:
     fields = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 96}
     config = presets.tiny("hope_attention", vocab_size=len(tokenizer), **fields)
     base = Base(name="words", model=NestlingForCausalLM(config).eval(), tokenizer=tokenizer)
-    epochs = 1 if quick else 20
-    teacher = Translator(base, 1, lr=2e-3, rows=16)
-    teacher.learn(known.train, epochs, seed)
+    teacher = Translator(base, lr=2e-3, rows=16)
+    teacher.learn(known.train, 1 if quick else 20, seed)
     return Problem(
         name="enciphered, quick" if quick else "enciphered",
         base=replace(base, model=teacher.model),
         languages=(first, second),
-        epochs=epochs,
+        epochs=1 if quick else 8,
         rows=16,
-        rates=(1e-3,) if quick else (1e-3, 2e-3),
+        rates=(1e-3,) if quick else (1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
+        shots=(2,) if quick else (1, 2, 4, 8, 16, 32),
     )
 
 
 def _real(data: Path, cache: Path, folder: Path | None, seed: int) -> Problem:
-    valid, size = seed == TUNING_SEED, {"train": 400, "test": 30}
+    valid, size = seed == TUNING_SEED, {"train": 400, "test": 50}
     if folder is None:
         second = indonesian(data, seed=seed + 1, valid=valid, **size)
     else:
@@ -168,12 +214,20 @@ def _real(data: Path, cache: Path, folder: Path | None, seed: int) -> Problem:
         epochs=4,
         rows=16,
         rates=(1e-3, 2e-3),
+        shots=(4, 32),
     )
 
 
 def translations(store: Store, *, quick: bool = False) -> Iterator[dict[str, Any]]:
     """The stored final runs of this study."""
-    for run in store.read("seed"):
-        facts = run["facts"]
-        if facts.get("kind") == "translation" and facts["problem"].endswith("quick") == quick:
-            yield run
+    return (run for run in store.read("seed") if _ours(run, quick))
+
+
+def packed(run: dict[str, Any]) -> dict[str, Any] | None:
+    """What the copy of the runs keeps: all of this study's, trials too."""
+    return run if _ours(run, False) else None
+
+
+def _ours(run: dict[str, Any], quick: bool) -> bool:
+    facts = run["facts"]
+    return facts.get("kind") == "translation" and facts["problem"].endswith("quick") == quick

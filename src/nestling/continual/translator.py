@@ -6,16 +6,18 @@ Shapes: N sentences, T tokens.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nestling.blocks import Chain
 from nestling.continual.base import Base
-from nestling.continual.methods import CHUNKS
 from nestling.continual.translation import Language, chrf
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer
@@ -25,34 +27,53 @@ __all__ = ["Translator", "levels_of"]
 _ARROW, _END = " = ", "\n"
 
 
-def levels_of(model: nn.Module, k: int) -> list[list[nn.Parameter]]:
-    """All weights in k groups: the MLPs of every chain by their place, the rest in the fastest."""
-    groups: list[list[nn.Parameter]] = [[] for _ in range(k)]
-    placed: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, Chain):
-            for number, mlp in enumerate(module.mlps):
-                weights = list(mlp.parameters())
-                groups[number * k // len(module.mlps)] += weights
-                placed |= {id(weight) for weight in weights}
-    if not placed:
+def levels_of(model: Any, k: int) -> list[list[nn.Parameter]]:
+    """All weights in k groups, fastest first.
+
+    A word's embedding serves that word alone and learns fastest. The MLPs of every chain follow by
+    their place, and what all languages share (mixers, norms) is in the slowest level.
+    """
+    chains = [module for module in model.modules() if isinstance(module, Chain)]
+    if not chains:
         raise ValueError("levels need a model with a continuum memory, such as the base 'hope'")
-    groups[0] += [p for p in model.parameters() if id(p) not in placed]
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    level = {id(weight): 0 for end in ends if end is not None for weight in end.parameters()}
+    for chain in chains:
+        for number, mlp in enumerate(chain.mlps):
+            place = min(1, k - 1) + number * (k - 1) // len(chain.mlps)
+            level |= {id(weight): place for weight in mlp.parameters()}
+    groups: list[list[nn.Parameter]] = [[] for _ in range(k)]
+    for weight in model.parameters():
+        groups[level.get(id(weight), k - 1)].append(weight)
     return groups
 
 
 class Translator:
-    """A copy of a base model that learns pairs at k levels (Eq. 71), and translates greedily."""
+    """A copy of a base model that learns pairs at several levels (Eq. 71), and translates greedily.
 
-    def __init__(self, base: Base, k: int, *, lr: float, rows: int = 8, length: int = 96) -> None:
+    clock: steps between the updates of each level, fastest first; `inf` for one that never learns.
+    by_rate: all levels learn at every step, those of chunk C with a rate C times smaller.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        clock: Sequence[float] = (1,),
+        *,
+        lr: float,
+        rows: int = 8,
+        length: int = 96,
+        by_rate: bool = False,
+    ) -> None:
         self.model, self.tokenizer = copy.deepcopy(base.model), base.tokenizer
         self.rows, self.length = rows, length
-        parts = [
-            (Level(name=f"level {i}", chunk=chunk), weights, lambda p: torch.optim.Adam(p, lr=lr))
-            for i, (chunk, weights) in enumerate(
-                zip(CHUNKS[k], levels_of(self.model, k), strict=True)
-            )
-        ]
+        parts = []
+        for i, (chunk, weights) in enumerate(
+            zip(clock, levels_of(self.model, len(clock)), strict=True)
+        ):
+            level = Level(name=f"level {i}", chunk=1 if by_rate else chunk)
+            rate = lr / chunk if by_rate else lr
+            parts.append((level, weights, partial(torch.optim.Adam, lr=rate)))
         self.optimizer = NestedOptimizer(parts)
 
     def learn(self, pairs: Sequence[tuple[str, str]], epochs: int, seed: int) -> None:
@@ -68,6 +89,14 @@ class Translator:
 
     def _line(self, sentence: str, english: str) -> tuple[list[int], list[int]]:
         return self._ids(sentence + _ARROW), self._ids(english + _END)
+
+    def _pair(self, sentence: str, english: str) -> list[int]:
+        return [token for part in self._line(sentence, english) for token in part]
+
+    def fitting(self, pairs: Sequence[tuple[str, str]], room: int) -> list[tuple[str, str]]:
+        """The first pairs that fit into a prompt of `room` tokens, whole."""
+        lengths = itertools.accumulate(len(self._pair(*pair)) for pair in pairs)
+        return [pair for pair, end in zip(pairs, lengths, strict=True) if end <= room]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -98,7 +127,7 @@ class Translator:
         After a prompt no answer may be empty: a base model that was not trained on pairs would
         often rather end the line at once.
         """
-        start = [token for pair in prompt for part in self._line(*pair) for token in part][-512:]
+        start = [token for pair in prompt for token in self._pair(*pair)]
         asked = [[*start, *self._ids(sentence + _ARROW)] for sentence in sentences]
         groups: dict[int, list[int]] = defaultdict(list)
         for number, ids in enumerate(asked):
