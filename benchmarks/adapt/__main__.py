@@ -32,7 +32,7 @@ SEEDS = {
     "frontier": (3, 4, 5, 13, 14, 15, 16, 17),
     "loop": loop.BOOKS,
     "recall": (0, 1, 2, 3, 4, 5),
-    "smollm2": (0, 1, 2),
+    "smollm2": (0, 1, 2, 3, 4),
 }
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,11 +50,14 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     keep_memory()
-    store = Store(options.store, lambda line: print(line, flush=True))
+    copy = options.docs / "adapt.json"
+    store = Store(options.store, lambda line: print(line, flush=True), copy=copy)
     for part in options.parts:
         result = run(part, options, store, SEEDS[part][: options.seeds])
         store.put(f"part {part}", result)
-    print(report.write(options.store, options.docs))
+    options.docs.mkdir(parents=True, exist_ok=True)
+    store.gather()
+    print(report.write(store, options.docs))
 
 
 def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, ...]) -> Any:
@@ -63,7 +66,7 @@ def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, 
     if part == "smollm2":
         if options.smollm2 is None:
             raise SystemExit("the part smollm2 needs --smollm2 FILE.gguf")
-        base = texts.smollm2(options.smollm2, data)
+        base = texts.smollm2(options.smollm2, store)
         zero = store.get("smollm2 rate 0", lambda: frontier.rate_zero(base, data))
         names = list(arms.SMOLLM2)[: options.arms]
         some = {name: arms.SMOLLM2[name] for name in names}

@@ -21,10 +21,14 @@ Learn = Callable[[Base, Tensor, float], Score]
 
 
 class Arm(NamedTuple):
-    """Which rates are tried, and the variants: how to learn a stream at a rate."""
+    """Which rates are tried, the variants: how to learn a stream at a rate, and on how many seeds.
+
+    seeds: at most so many of the study's (None: all).
+    """
 
     rates: tuple[float, ...]
     variants: dict[str, Learn]
+    seeds: int | None = None
 
 
 def memory(chunks: list[int], *, scale: float = 0.0, **options: Any) -> Learn:
@@ -106,17 +110,21 @@ ARMS: dict[str, Arm] = {
 }
 LAST = {"layers": "last 10"}
 ADAM = {**LAST, "rule": "adam"}
-SMALL, LARGE, STEPS = (0.015, 0.04, 0.08), (0.005, 0.015, 0.04), (5e-5, 1.5e-4, 4e-4)
-SMOLLM2: dict[str, Arm] = {  # one variant each, as every run takes half a minute
-    "k=1": Arm(STEPS, {"Adam, chunk 64": memory([64], **ADAM)}),
-    "3 levels": Arm(STEPS, {"Adam, retain 0.95": moved(THREE, 0.95, **ADAM)}),
-    "k=1, descent": Arm((0.01, 0.03, 0.06), {"chunk 64": memory([64], **LAST)}),
-    "3 levels, descent": Arm(SMALL, {"retain 0.95": moved(THREE, 0.95, **LAST)}),
-    "4 levels, descent": Arm(SMALL, {"retain 0.95": moved([64, 128, 256, 1024], 0.95, **LAST)}),
-    "SGD": Arm(LARGE, {"step 64": tuned(sgd, last=10)}),
-    "AdamW": Arm((1e-5, 3e-5, 1e-4), {"step 64": tuned(adamw, last=10)}),
-    "LoRA": Arm((3e-4, 1e-3, 3e-3), {"rank 8": tuned(adamw, lora=8, last=10)}),
-    "dynamic evaluation": Arm((3e-5, 1e-4, 3e-4), {"decay 0.02": tuned(sgd, decay=0.02, last=10)}),
-    "replay": Arm(LARGE, {"every 4th window": tuned(sgd, replay=4, last=10)}),
-    "EWC": Arm(LARGE, {"penalty 100": tuned(sgd, penalty=100.0, last=10)}),
+SLOW, FAST = (1.5e-4, 3e-4, 6e-4, 1.2e-3), (7.5e-5, 1.5e-4, 3e-4, 6e-4)
+STEPS = (5e-5, 1e-4, 2e-4)
+SMOLLM2: dict[str, Arm] = {  # one variant each, as every run takes the better part of a minute
+    "k=1": Arm(FAST, {"chunk 32": memory([32], **ADAM)}),
+    "3 levels": Arm(SLOW, {"retain 0.9": moved(THREE, 0.9, **ADAM)}),
+    "4 levels": Arm(SLOW, {"retain 0.9": moved(FOUR, 0.9, **ADAM)}),
+    "k=1, retention": Arm(
+        (2e-4, 4e-4, 8e-4), {"chunk 64, retain 0.98": memory([64], retain=0.98, **ADAM)}, 3
+    ),
+    "AdamW": Arm(STEPS, {"step 64": tuned(adamw, last=10)}, 3),
+    "LoRA": Arm((3e-4, 1e-3, 3e-3), {"rank 8": tuned(adamw, lora=8, last=10)}, 3),
+    "dynamic evaluation": Arm(
+        (5e-5, 1.5e-4, 4.5e-4), {"decay 0.02": tuned(sgd, decay=0.02, last=10)}, 3
+    ),
+    "EWC": Arm(STEPS, {"AdamW, penalty 1e8": tuned(adamw, pull=1e8, last=10)}, 3),
+    "replay": Arm(STEPS, {"AdamW, every 4th window": tuned(adamw, replay=4, last=10)}, 3),
+    "SGD": Arm((0.005, 0.015, 0.04), {"step 64": tuned(sgd, last=10)}, 3),
 }

@@ -89,11 +89,13 @@ def study(
     results: dict[str, Any] = {
         "frozen": {}, "arms": {arm: {} for arm in arms}, "size": size, "chosen": chosen
     }  # fmt: skip
-    for seed in seeds:
+    for number, seed in enumerate(seeds):
         results["frozen"][seed] = store.get(
             f"{name} frozen book {seed}", lambda s=seed: frozen(base, data, s, size)
         )
         for label, arm in arms.items():
+            if arm.seeds is not None and number >= arm.seeds:
+                continue
             variant = chosen[label]["variant"]
             for rate in arm.rates:
                 done = store.get(

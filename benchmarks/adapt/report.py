@@ -1,23 +1,22 @@
-"""The results as docs/results/adapt.md and its pictures, generated from the stored runs."""
+"""The results as pages in docs/results with their pictures, generated from the stored runs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import report_frontier
 import report_loop
 import report_recall
 import report_smollm2
 
+from nestling.files import write_atomic
+from nestling.report.store import Store
+
 HEAD = (
-    "# Pretrained models that keep learning: what was measured",
-    "",
-    "Made by `python benchmarks/adapt` from stored runs. Losses in nats per token, 95% confidence"
-    " intervals over books or seeds (Student's t). Seeds are few and comparisons many; the"
-    " intervals are not corrected for that. Settings were chosen on books and seeds that appear in"
-    " no table.",
-    "",
+    "Made by `{command}` from stored runs. Losses in nats per token, 95% confidence intervals over"
+    " books or seeds (Student's t). Seeds are few and comparisons many; the intervals are not"
+    " corrected for that. Settings were chosen on texts and seeds that appear in no table. {other}"
 )
 STORIES = (
     "The base model is stories260K, old text is TinyStories. Every arm reads each token once,"
@@ -33,25 +32,44 @@ STORIES = (
 )
 
 
-def write(stored: Path, docs: Path) -> str:
-    """Write the page from whichever parts are there; returns it."""
-    docs.mkdir(parents=True, exist_ok=True)
-    parts = {}
-    for name in ("frontier", "smollm2", "loop", "recall"):
-        path = stored / f"part_{name}.json"
-        if path.exists():
-            parts[name] = json.loads(path.read_text())
-    lines = list(HEAD)
-    if "frontier" in parts:
-        picture = docs / "adapt_frontier.png"
-        title = "(i) Frontier, stories260K"
-        lines += report_frontier.section(title, STORIES, parts["frontier"], picture)
-    if "smollm2" in parts:
-        lines += report_smollm2.section(parts["smollm2"], docs / "adapt_smollm2.png")
-    if "loop" in parts:
-        lines += report_loop.section(parts["loop"], docs / "adapt_loop.png")
-    if "recall" in parts:
-        lines += report_recall.section(parts["recall"])
-    page = "\n".join(lines)
-    (docs / "adapt.md").write_text(page, encoding="utf-8")
-    return page
+PAGES = {
+    "adapt.md": (
+        "Pretrained models that keep learning: what was measured",
+        "python benchmarks/adapt",
+        "[The same frontier on SmolLM2-135M](adapt_smollm2.md).",
+        ("frontier", "loop", "recall"),
+    ),
+    "adapt_smollm2.md": (
+        "A pretrained model of 135M parameters keeps learning: what was measured",
+        "python benchmarks/adapt --parts smollm2 --smollm2 FILE",
+        "[The studies on stories260K](adapt.md).",
+        ("smollm2",),
+    ),
+}
+
+
+def write(store: Store, docs: Path) -> str:
+    """Write every page whose parts are all stored; returns them."""
+    made = []
+    for name, (title, command, other, parts) in PAGES.items():
+        results = {part: result for part in parts for result in store.read(f"part_{part}")}
+        if len(results) < len(parts):
+            continue
+        lines = [f"# {title}", "", HEAD.format(command=command, other=other), ""]
+        for part, result in results.items():
+            lines += _section(part, result, docs)
+        page = "\n".join(lines)
+        write_atomic(docs / name, page.encode())
+        made.append(page)
+    return "\n".join(made)
+
+
+def _section(part: str, result: Any, docs: Path) -> list[str]:
+    if part == "frontier":
+        title, picture = "(i) Frontier, stories260K", docs / "adapt_frontier.png"
+        return report_frontier.section(title, STORIES, result, picture)
+    if part == "smollm2":
+        return report_smollm2.section(result, docs / "adapt_smollm2.png")
+    if part == "loop":
+        return report_loop.section(result, docs / "adapt_loop.png")
+    return report_recall.section(result)

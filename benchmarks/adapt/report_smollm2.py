@@ -9,18 +9,22 @@ import report_frontier
 from verdicts import show, verdict
 
 SAID = (
-    'The text is "A grammar of Kalamang" (LaTeX), three parts of it; old text is WikiText-2. What'
-    " learns are the MLPs of the last 10 of 30 layers (fine-tuning: those layers, LoRA: their"
-    " MLPs). Every arm has one variant and three rates, set in pilots on a fourth part of the"
-    " grammar. k=1 and 3 levels learn by Adam inside the memory (`rule='adam'`); by descent, as on"
-    " stories260K, they learn less of this text (*descent*). Old loss may fall: a grammar is nearer"
-    " to articles than to what an assistant is asked."
+    'The text is "A grammar of Kalamang" (LaTeX), another part of it for each seed. Old text is the'
+    " model's own: conversations sampled from it at temperature 1, so no loss on them can be"
+    " lower on average than the model's as it is, and the rise says what was forgotten, whatever"
+    " was learned. (On WikiText-2 the old loss of all arms had fallen in an earlier round, as a"
+    " grammar is nearer to articles than to what an assistant is asked.) What learns are MLPs of"
+    " the last 10 of 30 layers (fine-tuning: those layers, LoRA: their MLPs). Every arm has one"
+    " variant, set in pilots on other parts of the grammar; k=1 and the levels have four rates on"
+    " five parts, the others three rates on three parts. All memories learn by Adam"
+    " (`rule='adam'`). EWC, replay and dynamic evaluation see other conversations of the model; the"
+    " memories see none."
 )
 
 
 def section(part: dict[str, Any], picture: Path) -> list[str]:
     """The frontier, then every arm at its middle rate against the frozen model."""
-    title = "(i) Frontier, SmolLM2-135M"
+    title = "Frontier, SmolLM2-135M"
     lines = report_frontier.section(title, SAID, part, picture, "part")
     lines += ["At its middle rate, against the frozen model:", ""]
     start = part["frozen"]

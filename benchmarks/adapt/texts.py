@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.report.store import Store
 from nestling.stacking import load_pretrained
 
 BOOKS = (
@@ -58,13 +59,31 @@ def stories(data: Path) -> Base:
     return Base(model, tokenizer, measured, replay, book)
 
 
-def smollm2(path: Path, data: Path) -> Base:
-    """SmolLM2-135M, which knows texts like those of WikiText-2, and novels, but not Kalamang."""
+def smollm2(path: Path, store: Store) -> Base:
+    """SmolLM2-135M; what it knows is what it says: conversations sampled from the model itself.
+
+    The loss on them is least for the model as it is, so forgetting shows whatever is learned.
+    """
     model, tokenizer = load_pretrained(path)
     model.requires_grad_(False)
-    with gzip.open(data / "wikitext2" / "test.txt.gz", "rt") as file:
-        ids = torch.tensor(tokenizer(file.read()[:60000]).input_ids)
-    return Base(model, tokenizer, ids[:512], ids[4096:12288], grammar)
+    said = store.get("smollm2 own text", lambda: {"ids": _conversations(model, tokenizer)})["ids"]
+    old, replay = (torch.tensor(said[i]).flatten() for i in (slice(4), slice(4, None)))
+    return Base(model, tokenizer, old, replay, grammar)
+
+
+@torch.no_grad()
+def _conversations(model: Any, tokenizer: Any, rows: int = 16, length: int = 256) -> list[Any]:
+    """[rows, length] tokens, sampled at temperature 1 from where a user begins to speak."""
+    torch.manual_seed(0)
+    begin = tokenizer("<|im_start|>user\n", add_special_tokens=False).input_ids
+    ids = torch.tensor([begin] * rows)
+    cache, said = None, [ids]
+    while sum(part.shape[1] for part in said) < length:
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        ids = torch.multinomial(out.logits[:, -1].softmax(-1), 1)
+        said.append(ids)
+    return torch.cat(said, 1).tolist()
 
 
 def _stories(tokenizer: Any, path: Path, count: int) -> Tensor:
@@ -95,7 +114,7 @@ def grammar(base: Base, data: Path, seed: int, count: int) -> Tensor:
     """`count` tokens of "A grammar of Kalamang" (LaTeX), another part for each seed."""
     with gzip.open(data / "kalamang" / "grammar_of_kalamang.tex.gz", "rt") as file:
         text = file.read()
-    start = len(text) // 20 * (4 + 3 * seed)
+    start = len(text) // 20 * (5 + 3 * seed)
     ids = base.tokenizer(text[start : start + 8 * count], add_special_tokens=False).input_ids
     return torch.tensor(ids[:count])
 

@@ -26,6 +26,7 @@ def tuned(
     window: int = 64,
     replay: int = 0,
     penalty: float = 0.0,
+    pull: float = 0.0,
     lora: int = 0,
     decay: float = 0.0,
     last: int | None = None,
@@ -34,6 +35,8 @@ def tuned(
 
     replay: every so-many-th window is old text instead of new.
     penalty: EWC, `penalty / 2 sum F (theta - theta_0)^2` with the Fisher information F of old text.
+    pull: the same penalty as a proximal step after the optimizer's: stable where a gradient step
+        diverges, and not rescaled by Adam.
     decay: dynamic evaluation, which pulls back to the initial weights in proportion to RMS(g).
     last: only the last so many decoder layers learn (LoRA: only their MLPs).
     """
@@ -42,7 +45,8 @@ def tuned(
         model = _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
         weights = [p for p in model.parameters() if p.requires_grad]
         start = [p.detach().clone() for p in weights]
-        squares = _fisher(model, base.replay, weights, window) if penalty or decay else None
+        fisher = penalty or pull or decay
+        squares = _fisher(model, base.replay, weights, window) if fisher else None
         optimizer = make(weights, rate)
         for number, part in enumerate(_windows(stream, window), start=1):
             if replay and number % replay == 0:
@@ -54,8 +58,10 @@ def tuned(
                     weight.grad += penalty * square * (weight.detach() - first)
             if decay and squares is not None:
                 _dynamic(weights, start, squares, rate, decay)
-            else:
-                optimizer.step()
+                continue
+            optimizer.step()
+            if pull and squares is not None:
+                _pull(weights, start, squares, rate * pull)
         return lambda ids: score(model, ids)
 
     return learn
@@ -98,6 +104,13 @@ def _fisher(model: nn.Module, old: Tensor, weights: list[Tensor], window: int) -
         for square, grad in zip(squares, torch.autograd.grad(_loss(model, part), weights)):
             square += grad.square() / OLD
     return squares
+
+
+@torch.no_grad()
+def _pull(weights: list[Any], start: list[Tensor], squares: list[Tensor], scale: float) -> None:
+    """The proximal step of EWC: `argmin_w |w - theta|^2 + scale F (w - theta_0)^2`."""
+    for weight, first, square in zip(weights, start, squares):
+        weight.lerp_(first, scale * square / (1 + scale * square))
 
 
 @torch.no_grad()
