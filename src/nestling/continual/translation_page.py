@@ -47,7 +47,8 @@ by the clock. In-context learning (icl) reads as many pairs as tuning prefers of
 languages that no seed uses or on held-out sentences.
 
 "±" is a 95% interval over seeds (Student's t); differences are paired by seed and in chrF. *shown*
-/ *refuted* mean that the interval excludes zero; anything else is *inconclusive*.
+/ *refuted* mean that the interval excludes zero; anything else is *inconclusive*; a claim with
+fewer than 3 seeds is *unfinished*.
 """
 
 
@@ -130,7 +131,7 @@ def translation_part(store: Store, *, quick: bool = False) -> list[str]:
             gap = metrics.interval(gaps)
             verdict = f"**{metrics.verdict(gap)}** | {gap.mean:+.1f} ± {gap.half:.1f}"
             if len(gaps) < ENOUGH:
-                verdict = f"unfinished: {len(gaps)} seeds | "
+                verdict = f"unfinished: {len(gaps)} of {ENOUGH} seeds | "
             lines.append(f"| {claim} | {problem} | {verdict} |")
     return lines
 
@@ -151,4 +152,4 @@ def _gaps(
 
 def _shown(values: list[float]) -> str:
     found = metrics.interval(values)
-    return f"{found.mean:.1f} ± {found.half:.1f}"
+    return f"{found.mean:.1f}" + (f" ± {found.half:.1f}" if len(values) > 1 else "")
