@@ -1,7 +1,7 @@
 """Shared by the synthetic tasks: small models of equal size, one recipe, resumable results.
 
 Every arm gets the same strings in the same order, the same steps and the same optimizer. Each
-finished run is one JSON file; a run that is there is not repeated.
+finished run is one JSON file; a run that is there, or in the page's copy, is not repeated.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def arm_of(name: str, size: presets.Size, options: dict[str, Any], **fields: Any
     if name == "lstm":
         return LSTM(size.vocabulary, size.layers, size.parameters)
     mixer = presets.MODELS[name]["mixer"]
-    config = presets.configure(
-        size, name, tie_word_embeddings=False, mixer_options={mixer: options}, **fields
-    )
-    return Arm(config)
+    fields = {"tie_word_embeddings": False, "mixer_options": {mixer: options}, **fields}
+    return Arm(presets.configure(size, name, **fields))
 
 
 def parameters(model: nn.Module) -> int:
@@ -168,11 +166,11 @@ class Store:
         return runs
 
     def __contains__(self, key: str) -> bool:
-        return self._path(key).exists()
+        return key in self.runs()
 
     def get(self, key: str) -> dict[str, Any]:
         """The numbers of a finished run."""
-        return dict(json.loads(self._path(key).read_text()))
+        return self.runs()[key]
 
     def add(self, key: str, numbers: dict[str, Any]) -> None:
         write_atomic(self._path(key), json.dumps({"key": key, **numbers}).encode())

@@ -32,7 +32,7 @@ SEEDS = {
     "frontier": (3, 4, 5, 13, 14, 15, 16, 17),
     "loop": loop.BOOKS,
     "recall": (0, 1, 2, 3, 4, 5),
-    "smollm2": (0, 1, 2, 3, 4),
+    "smollm2": tuple(range(len(texts.PARTS))),
 }
 ROOT = Path(__file__).resolve().parents[2]
 

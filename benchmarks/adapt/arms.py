@@ -115,7 +115,7 @@ STEPS = (5e-5, 1e-4, 2e-4)
 SMOLLM2: dict[str, Arm] = {  # one variant each, as every run takes the better part of a minute
     "k=1": Arm(FAST, {"chunk 32": memory([32], **ADAM)}),
     "3 levels": Arm(SLOW, {"retain 0.9": moved(THREE, 0.9, **ADAM)}),
-    "4 levels": Arm(SLOW, {"retain 0.9": moved(FOUR, 0.9, **ADAM)}),
+    "4 levels": Arm(SLOW, {"retain 0.9": moved(FOUR, 0.9, **ADAM)}, 5),
     "k=1, retention": Arm(
         (2e-4, 4e-4, 8e-4), {"chunk 64, retain 0.98": memory([64], retain=0.98, **ADAM)}, 3
     ),

@@ -36,6 +36,9 @@ BOOKS = (
 )
 TUNING = (7, 6)  # books on which settings are chosen; never seeds
 
+PARTS = (5, 8, 11, 14, 17, 6, 9, 12)
+"""Twentieths of the grammar at which the seeds' parts begin."""
+
 
 class Base(NamedTuple):
     """A pretrained model, its tokenizer, ids of the kind of text it knows, and what it is to learn.
@@ -114,7 +117,7 @@ def grammar(base: Base, data: Path, seed: int, count: int) -> Tensor:
     """`count` tokens of "A grammar of Kalamang" (LaTeX), another part for each seed."""
     with gzip.open(data / "kalamang" / "grammar_of_kalamang.tex.gz", "rt") as file:
         text = file.read()
-    start = len(text) // 20 * (5 + 3 * seed)
+    start = len(text) // 20 * PARTS[seed]
     ids = base.tokenizer(text[start : start + 8 * count], add_special_tokens=False).input_ids
     return torch.tensor(ids[:count])
 
