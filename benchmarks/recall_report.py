@@ -105,12 +105,11 @@ one). Every projection has a convolution of its own: with one shared convolution
 queries would divide its channels between the last token and this one. With one memory Hope's
 projections are static, and the memory makes its own values from them (Eq. 86-88) or is given them
 (Eq. 76-78, of length one). With all five memories (main, k, v, rate, retention; Eq. 83-88) only the
-main one is read, a fifth of the state. Hope's channel is a chain of four gated levels; DeltaNet was
-run with it too, to tell memory and channel apart.
+main one is read, a fifth of the state. Hope's channel is a chain of four gated levels.
 
 Embeddings are tied and start at a standard deviation of 0.5, in all models alike. With small ones
-(0.02, and a head of its own) models of all kinds lost values: Adam's first steps move all of them
-together, they fall into one cluster, and what is in it is never told apart again. *Values lost*
+(0.02, and a head of its own) a model can lose values: Adam's first steps move all of them together,
+some fall into one cluster, and what is in it is never told apart again. *Values lost*
 counts those of 64 that are recalled in less than 30% of the cases, seed by seed (the last rows of
 the trials show it with small embeddings). The cause was found on seeds 10 to 12 of an earlier round
 and on seeds from 100 on, which are not reported; in that round Hope had seemed to be ahead of

@@ -19,7 +19,7 @@ def section(
     title: str, said: str, part: dict[str, Any], picture: Path, text: str = "book"
 ) -> list[str]:
     """Title, what was done, picture, table and verdicts; a seed is a `text`."""
-    targets = _targets(part)
+    targets, shared = _targets(part), _shared(part)
     shares = list(next(iter(targets.values())))
     start = {key: show([s[key] for s in part["frozen"].values()]) for key in ("new", "old")}
     lines = [
@@ -31,7 +31,8 @@ def section(
         f" {start['old']}. {said} The table gives the rise of the old loss where an arm's curve"
         " over its rates reaches a share of the best gain on the new text that k=1 has at any"
         " rate, and the best new loss of the arm (-: never reached; a mean over fewer of them where"
-        " some do not reach it).",
+        " some do not reach it). Picture and best new loss: the"
+        f" {len(shared)} {text}s that all arms have.",
         "",
         f"![Frontier]({picture.name})",
         "",
@@ -43,7 +44,7 @@ def section(
     rises: dict[str, dict[str, dict[str, float]]] = {}
     for arm, seeds in part["arms"].items():
         rises[arm] = {share: _rises(part, seeds, targets, share) for share in shares}
-        best = [min(point["new"] for point in points) for points in seeds.values()]
+        best = [min(point["new"] for point in seeds[seed]) for seed in shared]
         cells = [show(list(rises[arm][share].values())) for share in shares]
         variant = part["chosen"][arm]["variant"]
         lines.append(f"| {arm} | {variant} | {' | '.join(cells)} | {show(best)} |")
@@ -54,6 +55,11 @@ def section(
                 lines.append(f"- {arm} against {other}: " + _compare(rises, arm, other, shares))
     _plot(part, picture)
     return [*lines, ""]
+
+
+def _shared(part: dict[str, Any]) -> list[str]:
+    """The seeds that every arm has."""
+    return [seed for seed in part["frozen"] if all(seed in arm for arm in part["arms"].values())]
 
 
 def _targets(part: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -93,14 +99,15 @@ def _plot(part: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8, 5))
-    start = {k: statistics.fmean(s[k] for s in part["frozen"].values()) for k in ("new", "old")}
+    shared, highest = _shared(part), 0.0
+    start = {k: statistics.fmean(part["frozen"][s][k] for s in shared) for k in ("new", "old")}
     for number, (arm, seeds) in enumerate(part["arms"].items()):
-        count = min(len(points) for points in seeds.values())
         xs, ys = [start["new"]], [start["old"]]
-        for i in range(count):
-            xs.append(statistics.fmean(points[i]["new"] for points in seeds.values()))
-            ys.append(statistics.fmean(points[i]["old"] for points in seeds.values()))
+        for i in range(len(seeds[shared[0]])):
+            xs.append(statistics.fmean(seeds[seed][i]["new"] for seed in shared))
+            ys.append(statistics.fmean(seeds[seed][i]["old"] for seed in shared))
         ours = arm == "k=1" or arm in LEVELS
+        highest = max([highest, *ys]) if ours else highest
         axis.plot(
             xs,
             ys,
@@ -110,10 +117,10 @@ def _plot(part: dict[str, Any], path: Path) -> None:
             color=COLOURS[number % len(COLOURS)],
             label=arm,
         )
-    gain = start["new"] - min(p["new"] for s in part["arms"]["k=1"].values() for p in s)
+    gain = start["new"] - min(p["new"] for seed in shared for p in part["arms"]["k=1"][seed])
     axis.set_xlim(right=start["new"] + 0.15 * abs(gain))
-    low, high = start["old"], start["old"] + 1.5 * abs(gain)
-    axis.set_ylim(low - 0.05 * (high - low), high)
+    spread = 1.3 * (highest - start["old"])  # what ruins itself may leave the picture
+    axis.set_ylim(start["old"] - 0.05 * spread, start["old"] + spread)
     axis.set_xlabel("new: loss on the continuation of what was learned")
     axis.set_ylabel("old: loss on what the base model knew")
     axis.legend(fontsize=8)
