@@ -16,7 +16,7 @@ from nestling.report.store import Store
 HEAD = (
     "Made by `{command}` from stored runs. Losses in nats per token, 95% confidence intervals over"
     " books or seeds (Student's t). Seeds are few and comparisons many; the intervals are not"
-    " corrected for that. Settings were chosen on texts and seeds that appear in no table. {other}"
+    " corrected for that. {other}"
 )
 STORIES = (
     "The base model is stories260K, old text is TinyStories. Every arm reads each token once,"
@@ -36,7 +36,8 @@ PAGES = {
     "adapt.md": (
         "Pretrained models that keep learning: what was measured",
         "python benchmarks/adapt",
-        "[The same frontier on SmolLM2-135M](adapt_smollm2.md).",
+        "Settings were chosen on texts and seeds that appear in no table."
+        " [The same frontier on SmolLM2-135M](adapt_smollm2.md).",
         ("frontier", "loop", "recall"),
     ),
     "adapt_smollm2.md": (

@@ -15,12 +15,12 @@ SAID = (
     " was learned. (On WikiText-2 the old loss of all arms had fallen in an earlier round, as a"
     " grammar is nearer to articles than to what an assistant is asked.) What learns are MLPs of"
     " the last 10 of 30 layers (fine-tuning: those layers, LoRA: their MLPs). Every arm has one"
-    " variant, set in pilots on other parts of the grammar; k=1 and the levels have four rates,"
-    " the others three. k=1 and 3 levels were extended from five parts to eight after five had left"
-    " them apart by -0.0087 ± 0.0088 at 90% of the gain; 4 levels have five, the others three."
-    " All memories learn by Adam"
-    " (`rule='adam'`). EWC, replay and dynamic evaluation see other conversations of the model; the"
-    " memories see none."
+    " variant, from pilots on this grammar of which no record is left, so that they may have seen"
+    " some of these parts; k=1 and the levels have four rates, the others three. k=1 and"
+    " 3 levels were extended from five parts to eight after five had left them apart by"
+    " -0.0087 ± 0.0088 at 90% of the gain; 4 levels have five, the others three."
+    " All memories learn by Adam (`rule='adam'`). EWC, replay and dynamic"
+    " evaluation see other conversations of the model; the memories see none."
 )
 
 
