@@ -35,6 +35,9 @@ def test_a_step_in_one_product_is_the_step():
     old = torch.randn(2, 40, 30, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(step(old, gradient, -0.3, 0.9), 0.9 * old - 0.3 * dense(gradient))
     torch.testing.assert_close(step(None, gradient, -0.3, 0.9), -0.3 * dense(gradient))
+    copied = step(old, gradient, -0.3, 0.9)
+    assert step(old, gradient, -0.3, 0.9, in_place=True) is old
+    assert torch.equal(old, copied)
 
 
 def test_sums_take_the_smaller_form():

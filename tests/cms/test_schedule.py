@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -86,6 +87,21 @@ def test_token_by_token_is_the_same_memory(make, layout, ids, family):
     assert all(same(a.fast, b.fast) for a, b in zip(state.levels, whole.state.levels, strict=True))
     torch.testing.assert_close(torch.cat(logits, 1), whole.logits, atol=1e-5, rtol=1e-4)
     assert not torch.equal(continuum(ids, learn=False).logits, whole.logits)
+
+
+@pytest.mark.parametrize("retain", [1.0, 0.9])
+def test_a_state_that_was_handed_out_never_changes(make, layout, ids, retain):
+    """Within a call differences are updated in place; what the caller holds is left alone."""
+    model = make("llama")
+    levels = [MemoryLevel(name="fast", chunk=2, rate=0.3, retain=retain),
+              MemoryLevel(name="slow", chunk=4, rate=0.1)]  # fmt: skip
+    continuum = Continuum(model, levels, layout["share"](model, 2))
+    first = continuum(ids[:, :9])
+    before = copy.deepcopy(first.state.levels)
+    second = continuum(ids[:, 9:], first.state)
+    assert sum(update.level == "fast" for update in second.updates) > 2
+    assert same(before, first.state.levels)
+    assert same(second.state.levels, continuum(ids).state.levels)
 
 
 def test_segment_and_context_are_boundaries_too(make, layout, ids):

@@ -49,6 +49,9 @@ class Call:
         self.meta, self.keep_logits, self.measure = meta, keep_logits, measure
         self.graph = meta == "second_order" or self.plan.transfer == "second_order"
         self.constant = meta in (None, "frozen")
+        plain = self.plan.transfer is None and all(self.plan.plain)
+        self.in_place = meta is None and plain  # no graph, initial state or rule holds differences
+        self.made: set[int] = set()  # levels whose differences this call has made
         self.logits: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.updates: list[Update] = []
@@ -237,8 +240,10 @@ class Call:
                 weight=weight,
                 position=position,
                 measure=self.measure,
+                in_place=self.in_place and number in self.made,
             )
             if update is not None:
+                self.made.add(number)
                 self.updates.append(update)
             if self.meta is None and self.graph and plan.slower(number) is None:
                 new[number] = state_detach(new[number])

@@ -87,12 +87,15 @@ def add(one: Fast, other: Fast) -> Fast:
     return dense(one) + other
 
 
-def step(old: Tensor | None, gradient: Factors, strength: float, retain: float) -> Tensor:
+def step(
+    old: Tensor | None, gradient: Factors, strength: float, retain: float, *, in_place: bool = False
+) -> Tensor:
     """`retain Delta + strength G` for a gradient in factors, in one product: [B, Do, Di]."""
     left, right = gradient.left, gradient.right.mT
     if old is None:
         return (left * strength) @ right
-    return torch.baddbmm(old, left, right, beta=retain, alpha=strength)
+    out = old if in_place else None
+    return torch.baddbmm(old, left, right, beta=retain, alpha=strength, out=out)
 
 
 def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:

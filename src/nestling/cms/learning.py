@@ -137,11 +137,13 @@ def release(
     weight: Callable[[Owned], Tensor],
     position: int,
     measure: bool,
+    in_place: bool = False,
 ) -> tuple[LevelState, Update | None]:
     """One update of a level with the chunk it has collected (Eq. 71), and a new chunk.
 
     `theta <- retain theta - rate f(...)` on the difference, with f the rule's direction for the
     mean (or sum) of the chunk's gradients. Sequences that collected nothing stay as they are.
+    in_place: nobody else holds the level's differences, so they may be overwritten.
     """
     level, some = plan.levels[number], state.seen > 0
     if not bool(some.any()):
@@ -152,7 +154,8 @@ def release(
         moved = _ranked(state, level, level.rank, rate, factor, measure)
     for place, own in enumerate(plan.parts[number][len(moved) :]):
         if plan.plain[number]:
-            moved.append(_plain(state, level, place, rate, factor, measure))
+            after = _plain(state, level, place, rate, factor, in_place)
+            moved.append(_Moved(after, None, 0.0, *_squares(state.sums[place], after, measure)))
         else:
             after, memory = _by_rule(state, level, place, weight(own), rate, factor)
             moved.append(_Moved(after, memory, 0.0, *_squares(state.sums[place], after, measure)))
@@ -188,17 +191,17 @@ class _Moved(NamedTuple):
 
 
 def _plain(
-    state: LevelState, level: MemoryLevel, place: int, rate: Rate, factor: Rate, measure: bool
-) -> _Moved:
+    state: LevelState, level: MemoryLevel, place: int, rate: Rate, factor: Rate, in_place: bool
+) -> Fast:
     """One part's step by gradient descent, on a full difference."""
     old, total, some = state.fast[place], state.sums[place], state.seen > 0
     numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
     numbers = numbers and not torch.is_grad_enabled()
     if numbers and isinstance(total, Factors) and not isinstance(old, Factors):
-        after: Fast = differences.step(old, total, float(-rate * factor), level.retain)
-    else:
-        after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
-    return _Moved(after, None, 0.0, *_squares(total, after, measure))
+        strength = float(-rate * factor)
+        return differences.step(old, total, strength, level.retain, in_place=in_place)
+    after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
+    return after
 
 
 def _ranked(
