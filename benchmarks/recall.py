@@ -2,11 +2,14 @@
 
     python benchmarks/recall.py                     tune, run all seeds (resumable), write the page
     python benchmarks/recall.py --report            only write the page
-    python benchmarks/recall.py --arms hope deltanet --seeds 0
+    python benchmarks/recall.py --task noise --arms hope_steered deltanet --seeds 20
+
+Two tasks: questions one after another (`bare`), or scattered among random tokens (`noise`).
 
 All arms have the same width, about the same parameters and the same state. In `hope_values` all of
 it is one memory that makes its own values (Eq. 86-88) from static projections; `hope_static` is
-given its values (Eq. 76-78); `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels
+given its values (Eq. 76-78); in `hope_steered` keys, values, rates and retentions are moved by one
+small memory beside it; `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels
 against one of d. `deltanet_levels` is DeltaNet with Hope's channel, a chain of four gated levels.
 `hope_small` and `deltanet_small` start from small embeddings, with a head of their own.
 """
@@ -14,9 +17,10 @@ against one of d. `deltanet_levels` is DeltaNet with Hope's channel, a chain of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,92 +34,180 @@ from nestling.evaluate.recall import IGNORE, accuracy, mqar
 from nestling.host import keep_memory
 from nestling.models import presets
 
-VOCABULARY = 128
-SIZE = presets.Size(width=40, layers=1, heads=1, vocabulary=VOCABULARY, parameters=30_000)
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A form of the task, and how every arm is trained on it.
+
+    stages: until which share of the steps, how many pairs, in how many tokens (None: no noise).
+    rates: the learning rates each arm may choose from, by its loss on the tuning seed.
+    """
+
+    prefix: str
+    vocabulary: int
+    arms: tuple[str, ...]
+    steps: int
+    stages: tuple[tuple[float, int, int | None], ...]
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    tests: tuple[tuple[int, int | None], ...]
+
+    @property
+    def size(self) -> presets.Size:
+        """One layer of width 40; the embeddings come on top of what 128 words need."""
+        more = (self.vocabulary - 128) * 40
+        return presets.Size(
+            width=40, layers=1, heads=1, vocabulary=self.vocabulary, parameters=30_000 + more
+        )
+
+
+BARE = Task(
+    prefix="",
+    vocabulary=128,
+    arms=("hope_values", "hope_static", "deltanet", "linear", "hope", "deltanet_levels",
+          "hope_small", "deltanet_small"),
+    steps=2000,
+    stages=((0.4, 8, None), (0.55, 16, None), (0.7, 32, None), (1.0, 64, None)),
+    rates=(2.5e-3, 5e-3, 1e-2),
+    seeds=(20, 21, 22, 23, 24),
+    tests=((64, None), (48, None), (32, None)),
+)  # fmt: skip
+NOISE = Task(
+    prefix="noise/",
+    vocabulary=256,
+    arms=("hope_steered", "deltanet", "linear", "hope_values"),
+    steps=1500,
+    stages=((0.25, 8, 32), (0.35, 16, 64), (0.5, 32, 192), (1.0, 64, 1024)),
+    rates=(5e-3, 1e-2, 2e-2),
+    seeds=(20, 21, 22),
+    tests=((64, 1024), (64, 512), (32, 1024)),
+)
+TASKS = {"bare": BARE, "noise": NOISE}
+
 EACH = {"conv_each": True}
 HOPE = {**EACH, "conv": 3}  # a convolution more, so a tap less: no more state than the rivals
-ONE = {**HOPE, "adaptive": (), "rates": (0.5, 0.5)}
+HIGH = {"rates": (0.5, 0.5)}
+ONE = {**HOPE, **HIGH, "adaptive": ()}
 APART = {"tie_word_embeddings": True, "initializer_range": 0.5}  # tokens that stay apart
 LEVELS = {**APART, "channel": "cms", "activation": "swiglu"}
 SMALL = {"tie_word_embeddings": False, "initializer_range": 0.02}
-ARMS: dict[str, tuple[str, presets.Size, dict[str, Any], dict[str, Any]]] = {
-    "hope_values": ("hope", SIZE, ONE, LEVELS),
-    "hope_static": ("hope", SIZE, {**ONE, "own_values": False}, LEVELS),
-    "deltanet": ("deltanet", SIZE, EACH, APART),
-    "linear": ("linear", SIZE, EACH, APART),
-    "hope": ("hope", replace(SIZE, heads=5), HOPE, LEVELS),
-    "deltanet_levels": ("deltanet", SIZE, EACH, LEVELS),
-    "hope_small": ("hope", SIZE, ONE, {**LEVELS, **SMALL}),
-    "deltanet_small": ("deltanet", SIZE, EACH, {**APART, **SMALL}),
+ARMS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {  # with how many heads
+    "hope_values": ("hope", 1, ONE, LEVELS),
+    "hope_static": ("hope", 1, {**ONE, "own_values": False}, LEVELS),
+    "hope_steered": ("hope", 1, {**HOPE, **HIGH, "steering": 6}, LEVELS),
+    "deltanet": ("deltanet", 1, EACH, APART),
+    "linear": ("linear", 1, EACH, APART),
+    "hope": ("hope", 5, HOPE, LEVELS),
+    "deltanet_levels": ("deltanet", 1, EACH, LEVELS),
+    "hope_small": ("hope", 1, ONE, {**LEVELS, **SMALL}),
+    "deltanet_small": ("deltanet", 1, EACH, {**APART, **SMALL}),
 }
-STEPS, QUESTIONS = 2000, 512
-STAGES = ((0.4, 8), (0.55, 16), (0.7, 32), (1.0, 64))
-RATES = (2.5e-3, 5e-3, 1e-2)
-TUNING_SEED, SEEDS, TESTS = 100, (20, 21, 22, 23, 24), (64, 48, 32)
+QUESTIONS, TUNING_SEED = 512, 100
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def batches(seed: int) -> Callable[[int], Batch]:
+def batches(task: Task, seed: int) -> Callable[[int], Batch]:
     """Fresh sequences at every step: more pairs, and fewer sequences, as training goes on."""
 
     def draw(step: int) -> Batch:
-        pairs = next(pairs for end, pairs in STAGES if step < end * STEPS)
-        task = mqar(
+        pairs, length = next(rest for end, *rest in task.stages if step < end * task.steps)
+        made = mqar(
             QUESTIONS // pairs,
             pairs=pairs,
-            vocabulary=VOCABULARY,
+            vocabulary=task.vocabulary,
             seed=1_000_000 * (seed + 1) + step,
+            length=length,
         )
-        return task.tokens, task.targets, (task.targets != IGNORE).float()
+        return made.tokens, made.targets, (made.targets != IGNORE).float()
 
     return draw
 
 
-def run(arm: str, rate: float, seed: int) -> dict[str, Any]:
+def run(task: Task, arm: str, rate: float, seed: int) -> dict[str, Any]:
     """Train one model and ask it for 200 sequences it has not seen."""
     torch.manual_seed(seed)
-    name, size, options, fields = ARMS[arm]
-    model = arm_of(name, size, options, **fields)
+    name, heads, options, fields = ARMS[arm]
+    model = arm_of(name, replace(task.size, heads=heads), options, **fields)
     begin = time.process_time()
-    losses = train(model, batches(seed), steps=STEPS, rate=rate)
-    numbers = {
+    losses = train(model, batches(task, seed), steps=task.steps, rate=rate)
+    numbers: dict[str, Any] = {
         "rate": rate,
         "loss": sum(losses[-50:]) / 50,
         "parameters": parameters(model),
         "state": state_size(model),
         "seconds": round(time.process_time() - begin, 1),
     }
-    for pairs in TESTS:
-        test = mqar(200, pairs=pairs, vocabulary=VOCABULARY, seed=seed)
+    for number, (pairs, length) in enumerate(task.tests):
+        test = mqar(200, pairs=pairs, vocabulary=task.vocabulary, seed=seed, length=length)
         said = predict(model, test.tokens, 50)
-        numbers[f"{pairs} pairs"] = accuracy(said, test.targets)
-        if pairs == TESTS[0]:
-            numbers["values lost"] = lost(said, test.targets)
+        among = "" if length is None else f" in {length} tokens"
+        numbers[f"{pairs} pairs{among}"] = accuracy(said, test.targets)
+        if number == 0:
+            numbers["values lost"] = lost(said, test.targets, task.vocabulary)
+            if arm == "hope_steered":
+                numbers["write rates"] = write_rates(model, test.tokens[:50], pairs)
     return numbers
 
 
-def lost(said: Tensor, targets: Tensor) -> int:
+@torch.no_grad()
+def write_rates(model: Any, tokens: Tensor, pairs: int) -> dict[str, float]:
+    """How strongly Hope writes at value tokens: while keys are bound, and later among the noise."""
+    mixer, seen = model.model.model.layers[0].mixer, []
+    inner = mixer._inputs
+    mixer._inputs = lambda *given: seen.append(inner(*given)) or seen[-1]
+    model(tokens)
+    del mixer._inputs
+    inputs, rule = seen[0], mixer.rule
+    raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1) + inputs.gates  # [b, T, 2]
+    rate = rule.retain(raw[..., 1]) * rule.rate_max * torch.sigmoid(raw[..., 0])
+    vocabulary, end = model.model.config.vocab_size, 2 * pairs
+    value = tokens >= vocabulary // 2
+    cuts = (0, pairs, end, 2 * end, 4 * end, tokens.shape[1])
+    return {
+        f"{a + 1}-{b}": rate[:, a:b][value[:, a:b]].mean().item()
+        for a, b in itertools.pairwise(cuts)
+        if a < b
+    }
+
+
+def lost(said: Tensor, targets: Tensor, vocabulary: int) -> int:
     """How many values are hardly ever recalled (below 30%)."""
     shares = [
         (said[targets == value] == value).float().mean().item()
-        for value in range(VOCABULARY // 2, VOCABULARY)
+        for value in range(vocabulary // 2, vocabulary)
     ]
     return sum(share < 0.3 for share in shares)
 
 
-def work(keys: list[tuple[str, float, int]], store: Store) -> None:
+def work(task: Task, keys: list[tuple[str, float, int]], store: Store) -> None:
     """Run what is not stored yet."""
-    left = [(f"{arm}/{rate:g}/{seed}", (arm, rate, seed)) for arm, rate, seed in keys]
+    left = [(name(task, *job), job) for job in keys]
     for key, job in watched([item for item in left if item[0] not in store], lambda item: item[0]):
-        numbers = run(*job)
+        numbers = run(task, *job)
         store.add(key, numbers)
         print(key, numbers, flush=True)
 
 
+def name(task: Task, arm: str, rate: float, seed: int) -> str:
+    """The key of a run."""
+    return f"{task.prefix}{arm}/{rate:g}/{seed}"
+
+
+def study(task: Task, arms: list[str], seeds: list[int], store: Store) -> None:
+    """Choose each arm's rate on the tuning seed, then run the seeds."""
+    work(task, [(arm, rate, TUNING_SEED) for arm in arms for rate in task.rates], store)
+    rates = {
+        arm: min(task.rates, key=lambda r: store.get(name(task, arm, r, TUNING_SEED))["loss"])
+        for arm in arms
+    }
+    work(task, [(arm, rates[arm], seed) for seed in seeds for arm in arms], store)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--task", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: the task's")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the task's")
     parser.add_argument("--runs", type=Path, default=ROOT / "out" / "recall")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "recall.md")
     parser.add_argument("--report", action="store_true", help="only write the page")
@@ -124,14 +216,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     store = Store(options.runs, options.page.with_suffix(".json"))
-    if not options.report:
-        work([(arm, rate, TUNING_SEED) for arm in options.arms for rate in RATES], store)
-        rates = {
-            arm: min(RATES, key=lambda r: store.get(f"{arm}/{r:g}/{TUNING_SEED}")["loss"])
-            for arm in options.arms
-        }
-        work([(arm, rates[arm], seed) for seed in options.seeds for arm in options.arms], store)
-    print(page(store.gather(), options.page, SIZE, STEPS, TUNING_SEED, SEEDS))
+    for task in [] if options.report else [TASKS[each] for each in options.task]:
+        arms = [arm for arm in options.arms or task.arms if arm in task.arms]
+        study(task, arms, list(options.seeds or task.seeds), store)
+    print(page(store.gather(), options.page, BARE, NOISE, TUNING_SEED))
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def state_size(model: Arm) -> int:
     """
     total = 0
     for layer in model.model.model.init_states(1):
-        state = layer.mixer
-        parts = [part for name, part in zip(state._fields, state, strict=True) if name != "start"]
-        total += sum(leaf.numel() for _, leaf in tree_leaves(tuple(parts))) - 1  # the position
+        for name, leaf in tree_leaves(layer.mixer):
+            if not {"start", "position"} & set(name.split(".")):
+                total += leaf.numel()
     return total
 
 

@@ -104,3 +104,21 @@ def test_recall_asks_every_key_once_for_its_value():
     assert accuracy(task.targets, task.targets) == 1.0
     with pytest.raises(ValueError, match="between 1 and 20"):
         mqar(1, pairs=21, vocabulary=40, seed=0)
+
+
+def test_recall_among_noise_asks_every_key_once_at_an_even_place():
+    task = mqar(5, pairs=7, vocabulary=40, seed=0, length=40)
+    assert task.tokens.shape == task.targets.shape == (5, 40)
+    assert task.tokens.max() < 40
+    for tokens, targets in zip(task.tokens.tolist(), task.targets.tolist(), strict=True):
+        bound = dict(zip(tokens[:14:2], tokens[1:14:2], strict=True))
+        asked = [place for place, target in enumerate(targets) if target != IGNORE]
+        assert min(asked) >= 14
+        assert all(place % 2 == 0 for place in asked)
+        assert {tokens[place]: targets[place] for place in asked} == bound
+    noise = task.tokens[:, 14:][task.targets[:, 14:] == IGNORE]
+    assert (noise < 20).any()
+    assert (noise >= 20).any()
+    for length in (26, 41):
+        with pytest.raises(ValueError, match=f"even and at least 28.*got {length}"):
+            mqar(1, pairs=7, vocabulary=40, seed=0, length=length)

@@ -139,6 +139,9 @@ def test_only_residual_memories_outlive_a_long_stream():
         ({"retain_max": 1.0}, "retain_max must be in"),
         ({"clip": 0.0}, "clip must be positive"),
         ({"expansion": -1}, "expansion must be a whole number of at least 0"),
+        ({"steering": -2}, "steering must be a whole number of at least 0"),
+        ({"steering": 4, "adaptive": ()}, "needs residual=True and something adaptive"),
+        ({"steering": 4, "residual": False}, "needs residual=True and something adaptive"),
     ],
 )
 def test_bad_configurations_fail_before_any_work(options, message):

@@ -34,6 +34,8 @@ MEMORIES = {
         m.GatedDeltaConfig(**SIZES, chunk=4, conv_each=True)
     ),
     "self-modifying, convolutions apart": lambda: m.SelfModifying(_self(conv_each=True)),
+    "self-modifying, steered": lambda: m.SelfModifying(_self(steering=3)),
+    "self-modifying, steered rates": lambda: m.SelfModifying(_self(steering=3, adaptive=("eta",))),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 

@@ -74,6 +74,20 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(name, tmp_path):
     torch.testing.assert_close(rest, whole[:, 6:])
 
 
+def test_a_steered_model_streams_and_its_state_can_be_saved(tmp_path):
+    options = {"self_modifying": {"chunk": 4, "chunk_others": 4, "steering": 3}}
+    model, ids = model_of("hope", mixer_options=options), tokens(2, 13)
+    whole = model(input_ids=ids).logits
+    save_state(tmp_path, model, last(model.stream([ids[:, :6]])).state)
+    rest = last(model.stream([ids[:, 6:]], state=load_state(tmp_path, model))).logits
+    torch.testing.assert_close(rest, whole[:, 6:])
+    said = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    for place in range(13, 16):
+        assert torch.equal(
+            said[:, place], model(input_ids=said[:, :place]).logits[:, -1].argmax(-1)
+        )
+
+
 def test_the_state_of_another_model_is_refused(tmp_path):
     model = model_of("hope")
     save_state(tmp_path, model, last(model.stream([tokens(1, 5)])).state)

@@ -4,8 +4,10 @@ and retentions, and rewrite all of these in context."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.state import state_start, tree_map
+from nestling.memories.steering import RATE, Steering
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit, whole
 
@@ -35,6 +38,9 @@ class SelfModifyingConfig:
         where all of it is rewritten (deviation 22).
     momentum: a gate theta carries writes on (deviation 18). negative: rates up to twice the
         retention, so that a write can flip the sign of what is stored (parity needs it).
+    steering: 0, or the width of one small memory that all adaptive projections share, in place of a
+        memory as wide as a head for each: its reads are added to static projections. It learns at
+        rates of its own, slowly, so its reads also tell how long it has been learning.
     rates: where rates start in the first and in the last head, with geometric steps between. High
         ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
     conv_each: the causal convolution acts on each projection instead of once before them.
@@ -52,6 +58,7 @@ class SelfModifyingConfig:
     momentum: bool = False
     negative: bool = False
     expansion: int = 0
+    steering: int = 0
     chunk: int = 64
     chunk_others: int = 64
     read_start: bool = False
@@ -68,6 +75,12 @@ class SelfModifyingConfig:
         object.__setattr__(self, "rates", tuple(self.rates))
         check_sizes(self.width, self.heads, self.conv)
         whole_number("expansion", self.expansion, least=0)
+        whole_number("steering", self.steering, least=0)
+        if self.steering and not (self.adaptive and self.residual):
+            raise ValueError(
+                f"steering={self.steering} moves static projections: it needs residual=True and"
+                f" something adaptive; got residual={self.residual}, adaptive={self.adaptive}"
+            )
         whole_number("chunk", self.chunk)
         whole_number("chunk_others", self.chunk_others)
         most = self.rule.rate_max  # (making the rule checks the rest)
@@ -78,7 +91,7 @@ class SelfModifyingConfig:
     def rule(self) -> SelfRule:
         """The rule by which all memories of the block learn."""
         return SelfRule(
-            adaptive=self.adaptive,
+            adaptive=() if self.steering else self.adaptive,
             objective=self.objective,
             own_values=self.own_values,
             erase=self.erase,
@@ -99,7 +112,11 @@ class SelfModifyingState(NamedTuple):
     tail: Tensor  # [B, conv - 1, D], or all parts wide with conv_each
     weights: Weights  # [B, H, N, ., .]
     start: Weights  # [B, H, N, ., .]
+    steering: Any = None  # SelfModifyingState of the small memory that moves the projections
 
+
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+"""What is added to the projections of a memory that is not steered."""
 
 RETAIN, THETA, REACH = 0.9985, 0.9, 0.1
 """Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest.
@@ -137,6 +154,9 @@ class SelfModifying(Memory):
         self.theta: nn.Linear | None = None
         if config.momentum:
             self.theta = nn.Linear(width, heads)
+        self.steering: Steering | None = None
+        if config.steering:
+            self.steering = Steering(SelfModifying(_small(config)), width, heads, config.adaptive)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -182,8 +202,11 @@ class SelfModifying(Memory):
             moved = tuple(torch.zeros_like(w) for w in (first, second) if w is not None)
         position = torch.zeros(batch_size, dtype=torch.int64, device=device)
         tail = self.shell.init(batch_size, device, dtype)
+        steering = None
+        if self.steering is not None:
+            steering = self.steering.memory.init(batch_size, device=device, dtype=dtype)
         return SelfModifyingState(
-            position, tail, Weights(first, second, moved), Weights(first, second)
+            position, tail, Weights(first, second, moved), Weights(first, second), steering
         )
 
     def run(
@@ -192,7 +215,10 @@ class SelfModifying(Memory):
         """Convolve, project, scan, and project back; see `Memory.run`."""
         batch = x.shape[0]
         opened = self.shell.open(x, state.tail, valid)
-        inputs = self._inputs(opened, valid)
+        added, steering = NOTHING, state.steering
+        if self.steering is not None:
+            added, steering = self.steering.run(opened.x, steering, valid, position)
+        inputs = self._inputs(opened, valid, added)
         where: int | Tensor
         if position is None:
             where = state.position.repeat_interleave(self.config.heads)
@@ -207,12 +233,13 @@ class SelfModifying(Memory):
         )
         y = self.shell.close(y.unflatten(0, (batch, -1)), opened.gate)
         position_after = advance(state.position, x, valid)
-        return y, SelfModifyingState(position_after, opened.tail, weights, start)
+        return y, SelfModifyingState(position_after, opened.tail, weights, start, steering)
 
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
         """What the main memory says to each token now (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
-        inputs = self._inputs(opened, None)
+        added = NOTHING if self.steering is None else self.steering.read(opened.x, state.steering)
+        inputs = self._inputs(opened, None, added)
         weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
         q = project(self.rule, whole(start, inputs.initial), "q", inputs)
         y = recall(weights, inputs.initial, q)
@@ -224,7 +251,7 @@ class SelfModifying(Memory):
         For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
         when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as
         large; with momentum `max(|w_0|, r / (1 - a))`, where r = rate c / (1 - theta) bounds it.
-        Where the weights are differences they start at zero: `w_0 = 0`.
+        Where the weights are differences they start at zero: `w_0 = 0`. What steers has its own.
         """
         a, c, rate = self.rule.retain_max, self.rule.clip, self.rule.rate_max
         pairs = [w for w in (self.first, self.second) if w is not None]
@@ -239,16 +266,20 @@ class SelfModifying(Memory):
             return torch.full_like(rows, most)
         return rows.clamp_min(most)
 
-    def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
+    def _inputs(
+        self, opened: Opened, valid: Tensor | None, added: Mapping[str, Tensor] = NOTHING
+    ) -> Inputs:
         """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         heads, batch = self.config.heads, opened.x.shape[0]
         x, *rest = (part.flatten(0, 1) for part in opened.parts)
-        given = {name: unit(part) for name, part in zip(self.static, rest, strict=True)}
+        parts = dict(zip(self.static, rest, strict=True))
+        given = {n: unit(part + added[n] if n in added else part) for n, part in parts.items()}
         theta = gates = initial = None
         if self.reach is not None and self.gates is not None:
             x = unit(x) * self.reach.to(x.dtype).repeat(batch).view(-1, 1, 1)
             gates = self.gates(opened.x).to(x.dtype).unflatten(-1, (heads, 2))
             gates = gates.transpose(1, 2).flatten(0, 1)  # [B H, T, 2]
+            gates = _plus(gates, added)
             initial = tree_map(_fold, self._initial(batch, x.device, x.dtype))
         if self.theta is not None:
             theta = THETA * torch.sigmoid(self.theta(opened.x).to(x.dtype))
@@ -270,6 +301,35 @@ class SelfModifying(Memory):
             return weight.to(device, dtype).unsqueeze(0).expand(batch, *weight.shape)
 
         return Weights(spread(self.first), None if self.second is None else spread(self.second))
+
+
+def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
+    """What steers a memory: one head, no convolution, static projections of its own."""
+    return SelfModifyingConfig(
+        width=config.steering,
+        heads=1,
+        adaptive=(),
+        objective=config.objective,
+        own_values=config.own_values,
+        erase=config.erase,
+        chunk=config.chunk_others,
+        chunk_others=config.chunk_others,
+        retain_max=config.retain_max,
+        clip=config.clip,
+        rates=(RATE, RATE),
+        conv=1,
+        gate=False,
+        recompute=config.recompute,
+    )
+
+
+def _plus(gates: Tensor, added: Mapping[str, Tensor]) -> Tensor:
+    """The gates [b, T, 2] of eta and alpha with what is added to them."""
+    names = ("eta", "alpha")
+    if not any(name in added for name in names):
+        return gates
+    both = [added.get(name, torch.zeros_like(gates[..., :1])) for name in names]
+    return gates + torch.cat(both, -1)
 
 
 def _fold(weight: Tensor) -> Tensor:

@@ -191,6 +191,8 @@ def _self_modifying(module: SelfModifying, name: str) -> Iterator[Component]:
             state=size * (many - 1),
             context=f"the same keys, {values}",
         )
+    if module.steering is not None and isinstance(module.steering.memory, SelfModifying):
+        yield from _self_modifying(module.steering.memory, f"{name} (steering)")
 
 
 def _any_memory(module: Memory, name: str) -> Iterator[Component]:
