@@ -76,9 +76,9 @@ NOISE = Task(
     prefix="noise/",
     vocabulary=256,
     arms=("hope_steered", "deltanet", "linear", "hope_values"),
-    steps=1500,
-    stages=((0.25, 8, 32), (0.35, 16, 64), (0.5, 32, 192), (1.0, 64, 1024)),
-    rates=(5e-3, 1e-2, 2e-2),
+    steps=2000,
+    stages=((0.25, 4, 16), (0.35, 8, 32), (0.45, 16, 64), (0.55, 32, 256), (1.0, 64, 1024)),
+    rates=(7e-3, 1e-2, 1.5e-2),
     seeds=(20, 21, 22),
     tests=((64, 1024), (64, 512), (32, 1024)),
 )
