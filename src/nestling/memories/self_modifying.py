@@ -251,7 +251,7 @@ class SelfModifying(Memory):
         For unit inputs, errors up to c and retention up to a: `max(|w_0|, a c / sqrt(1 - a^2))`
         when rates stay below retentions, `max(|w_0|, 2 a c / (1 - a))` when they may be twice as
         large; with momentum `max(|w_0|, r / (1 - a))`, where r = rate c / (1 - theta) bounds it.
-        Where the weights are differences they start at zero: `w_0 = 0`. What steers has its own.
+        Where the weights are differences they start at zero: `w_0 = 0`.
         """
         a, c, rate = self.rule.retain_max, self.rule.clip, self.rule.rate_max
         pairs = [w for w in (self.first, self.second) if w is not None]
@@ -262,6 +262,8 @@ class SelfModifying(Memory):
             most = rate * a * c / (1 - a)
         else:
             most = a * c / math.sqrt(1 - a * a)
+        if self.steering is not None:
+            most = max(most, float(self.steering.memory.bound().max()))
         if self.config.residual:
             return torch.full_like(rows, most)
         return rows.clamp_min(most)

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from nestling.memories.core import Memory, state_dtype
+from nestling.memories.core import state_dtype
+
+if TYPE_CHECKING:
+    from nestling.memories.self_modifying import SelfModifying
 
 __all__ = ["RATE", "Steering"]
 
@@ -28,7 +31,9 @@ PROJECTIONS, GATES = ("k", "v", "q"), ("eta", "alpha")
 class Steering(nn.Module):
     """Reads of a small `memory`, as additions to the projections named in `adaptive`."""
 
-    def __init__(self, memory: Memory, width: int, heads: int, adaptive: tuple[str, ...]) -> None:
+    def __init__(
+        self, memory: SelfModifying, width: int, heads: int, adaptive: tuple[str, ...]
+    ) -> None:
         super().__init__()
         self.memory, self.heads = memory, heads
         self.sizes = {name: width // heads for name in PROJECTIONS if name in adaptive}

@@ -191,7 +191,7 @@ def _self_modifying(module: SelfModifying, name: str) -> Iterator[Component]:
             state=size * (many - 1),
             context=f"the same keys, {values}",
         )
-    if module.steering is not None and isinstance(module.steering.memory, SelfModifying):
+    if module.steering is not None:
         yield from _self_modifying(module.steering.memory, f"{name} (steering)")
 
 
