@@ -8,8 +8,8 @@ Two tasks: questions one after another (`bare`), or scattered among random token
 
 All arms have the same width, about the same parameters and the same state. In `hope_values` all of
 it is one memory that makes its own values (Eq. 86-88) from static projections; `hope_static` is
-given its values (Eq. 76-78); in `hope_steered` keys, values, rates and retentions are moved by one
-small memory beside it; `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels
+given its values (Eq. 76-78); in `hope_steered` rates and retentions are moved by one small memory
+beside it; `hope` has all five memories (Eq. 83-88), in 5 heads of d/5 channels
 against one of d. `deltanet_levels` is DeltaNet with Hope's channel, a chain of four gated levels.
 `hope_small` and `deltanet_small` start from small embeddings, with a head of their own.
 """
@@ -50,6 +50,7 @@ class Task:
     stages: tuple[tuple[float, int, int | None], ...]
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
+    spread: float  # of the embeddings at first, for all arms but those with small ones
     tests: tuple[tuple[int, int | None], ...]
 
     @property
@@ -70,6 +71,7 @@ BARE = Task(
     stages=((0.4, 8, None), (0.55, 16, None), (0.7, 32, None), (1.0, 64, None)),
     rates=(2.5e-3, 5e-3, 1e-2),
     seeds=(20, 21, 22, 23, 24),
+    spread=0.5,
     tests=((64, None), (48, None), (32, None)),
 )  # fmt: skip
 NOISE = Task(
@@ -78,23 +80,23 @@ NOISE = Task(
     arms=("hope_steered", "deltanet", "linear", "hope_values"),
     steps=2000,
     stages=((0.25, 4, 16), (0.35, 8, 32), (0.45, 16, 64), (0.55, 32, 256), (1.0, 64, 1024)),
-    rates=(7e-3, 1e-2, 1.5e-2),
+    rates=(7e-3, 1e-2, 1.4e-2),
     seeds=(20, 21, 22),
+    spread=1.0,
     tests=((64, 1024), (64, 512), (32, 1024)),
 )
 TASKS = {"bare": BARE, "noise": NOISE}
 
 EACH = {"conv_each": True}
 HOPE = {**EACH, "conv": 3}  # a convolution more, so a tap less: no more state than the rivals
-HIGH = {"rates": (0.5, 0.5)}
-ONE = {**HOPE, **HIGH, "adaptive": ()}
-APART = {"tie_word_embeddings": True, "initializer_range": 0.5}  # tokens that stay apart
+ONE = {**HOPE, "adaptive": (), "rates": (0.5, 0.5)}
+APART = {"tie_word_embeddings": True}
 LEVELS = {**APART, "channel": "cms", "activation": "swiglu"}
 SMALL = {"tie_word_embeddings": False, "initializer_range": 0.02}
 ARMS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {  # with how many heads
     "hope_values": ("hope", 1, ONE, LEVELS),
     "hope_static": ("hope", 1, {**ONE, "own_values": False}, LEVELS),
-    "hope_steered": ("hope", 1, {**HOPE, **HIGH, "steering": 6}, LEVELS),
+    "hope_steered": ("hope", 1, {**ONE, "adaptive": ("eta", "alpha"), "steering": 6}, LEVELS),
     "deltanet": ("deltanet", 1, EACH, APART),
     "linear": ("linear", 1, EACH, APART),
     "hope": ("hope", 5, HOPE, LEVELS),
@@ -127,6 +129,7 @@ def run(task: Task, arm: str, rate: float, seed: int) -> dict[str, Any]:
     """Train one model and ask it for 200 sequences it has not seen."""
     torch.manual_seed(seed)
     name, heads, options, fields = ARMS[arm]
+    fields = {"initializer_range": task.spread, **fields}  # tokens that stay apart
     model = arm_of(name, replace(task.size, heads=heads), options, **fields)
     begin = time.process_time()
     losses = train(model, batches(task, seed), steps=task.steps, rate=rate)

@@ -36,7 +36,7 @@ def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeyp
     study = Study(transformer, dataset, tmp_path, store, PLAN)
     found = [study.run(method, seed) for seed in (0, 1) for method in ("lda", "sequential")]
     files = sorted((tmp_path / "results").rglob("*.json"))
-    assert len([f for f in files if f.name.startswith("tuning")]) == 8 + 8
+    assert len([f for f in files if f.name.startswith("tuning")]) == 10 + 10
     again = Study(transformer, dataset, tmp_path, store, PLAN)
     monkeypatch.setattr(again, "_run", lambda *_: pytest.fail("ran again"))
     assert [again.run(m, s) for s in (0, 1) for m in ("lda", "sequential")] == found
@@ -58,6 +58,24 @@ def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkey
     assert set(seen[:-1]) == {(TUNING_SEED, "valid")}
     with pytest.raises(ValueError, match="tuning seed"):
         study.run("ewc", TUNING_SEED)
+
+
+def test_tuning_looks_around_the_best_two(transformer, dataset, tmp_path, monkeypatch):
+    """A close second may gain more from what is tried next: it is not dropped at once."""
+    study = Study(transformer, dataset, tmp_path, Store(tmp_path / "results"), PLAN)
+    seen = []
+
+    def score(method, setting):
+        seen.append(setting)
+        first = {(0.003, 0.0): 0.44, (0.01, 1e-4): 0.43}.get((setting["lr"], setting["adam"]), 0.1)
+        gain = 0.2 if setting["adam"] and setting["epochs"] > 1 else 0.0
+        return first + gain if setting["loss"] == "present" else 0.0
+
+    monkeypatch.setattr(study, "_try", score)
+    chosen = study.setting("sequential")
+    assert chosen["adam"] == 1e-4
+    assert chosen["epochs"] > 1
+    assert len({str(setting) for setting in seen}) == 10
 
 
 def made_up(method: str, seed: int, last: float) -> dict:

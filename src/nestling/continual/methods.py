@@ -1,7 +1,7 @@
 """Every method by name: how it is built from settings, and the settings its tuning may try.
 
 All gradient methods change the same weights of the same base model and see the same examples in the
-same order. Every arm that is tuned gets eight trials: six, then two around the best of them.
+same order. Every arm that is tuned gets ten trials: six, then two around each of the best two.
 Arms of gradient descent may take several passes over a task, so that none has less compute than the
 continuum memory, which takes one.
 """

@@ -173,9 +173,9 @@ the model is tested on all classes seen so far, without being told the task. Cla
 and the order of examples come from the seed.
 
 **Protocol.** All gradient methods adapt the same weights (the last MLP of the base model and a
-readout) on the same features, with the same reads. Every tuned method got 8 trials on the
-validation stream at full length, with a class order that no reported seed uses; the best average
-accuracy decides. Neither the test data nor the reported seeds (from 10 on) were used for any choice
+readout) on the same features, with the same reads. Every tuned method got 10 trials (six, then two
+around each of the best two) on the validation stream at full length, with a class order that no
+reported seed uses; the best average accuracy decides. Neither the test data nor the reported seeds (from 10 on) were used for any choice
 of settings. Gradient methods may take up to 3 passes over a task, the continuum memories take one:
 the table shows the passes and the processor time of learning (one thread, busy machine). Joint
 training is the upper bound: all classes at once, from the closed-form readout of all the data, then

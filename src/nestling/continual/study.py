@@ -83,16 +83,16 @@ class Study:
         if self.tuned is not None:
             return self.tuned.setting(method)
         arm = METHODS[method]
-        best = dict(arm.default)
-        if not self.plan.tune:
-            return best
+        default = dict(arm.default)
         first = arm.label if arm.label and self.plan.readout == "label" else arm.first
-        for changes in (first, arm.second):
-            tried = [best] if changes is arm.second else []
-            tried += [{**best, **change} for change in changes]
-            if len(tried) > 1:
-                best = max(tried, key=lambda s: self._try(method, s))
-        return best
+        if not (self.plan.tune and first):
+            return default
+
+        def ranked(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return sorted(tried, key=lambda s: self._try(method, s), reverse=True)
+
+        best = ranked([{**default, **change} for change in first])[:2]
+        return ranked([best[0], *({**one, **more} for one in best for more in arm.second)])[0]
 
     def _try(self, method: str, setting: Setting) -> float:
         """A setting on the whole training data, judged by the validation split."""
