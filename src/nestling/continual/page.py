@@ -175,12 +175,12 @@ and the order of examples come from the seed.
 **Protocol.** All gradient methods adapt the same weights (the last MLP of the base model and a
 readout) on the same features, with the same reads. Every tuned method got 10 trials (six, then two
 around each of the best two) on the validation stream at full length, with a class order that no
-reported seed uses; the best average accuracy decides. Neither the test data nor the reported seeds (from 10 on) were used for any choice
-of settings. Gradient methods may take up to 3 passes over a task, the continuum memories take one:
-the table shows the passes and the processor time of learning (one thread, busy machine). Joint
-training is the upper bound: all classes at once, from the closed-form readout of all the data, then
-5 or 15 passes. Other base models use the settings chosen with the small Transformer, and DBpedia-14
-those of DBpedia-70, for every method alike.
+reported seed uses; the best average accuracy decides. Neither the test data nor the reported seeds
+(from 10 on) were used for any choice of settings. Gradient methods may take up to 3 passes over a
+task, the continuum memories take one: the table shows the passes and the processor time of learning
+(one thread, busy machine). Joint training is the upper bound: all classes at once, from the
+closed-form readout of all the data, then 5 or 15 passes. Other base models use the settings chosen
+with the small Transformer, and DBpedia-14 those of DBpedia-70, for every method alike.
 
 "±" is a 95% interval over seeds (Student's t); differences are paired by seed. *shown* / *refuted*
 mean that the interval excludes zero; anything else is *inconclusive*; a claim with fewer than 3
