@@ -1,7 +1,7 @@
 """Learning while reading against only reading: the continuum memory on a Llama, in one run.
 
     python benchmarks/cms.py                        chunks 64 to 1024, one dense level
-    python benchmarks/cms.py --levels 4             four levels (chunk, 2, 4, 8 x) on every matrix
+    python benchmarks/cms.py --levels 4             four levels (chunk, 4, 16, 64 x) on every matrix
     python benchmarks/cms.py --rank 16              compact fast weights
     python benchmarks/cms.py --chunks 512 --profile the operators of one learning pass
     python benchmarks/cms.py --model FILE.gguf      a pretrained model (SmolLM2-135M)
@@ -55,7 +55,7 @@ def load(path: str | None):
 def continuum_of(model, chunk: int, count: int, rank: int | None) -> Continuum:
     """`count` levels of growing chunks, all of them on every matrix of every MLP."""
     levels = [
-        MemoryLevel(name=f"level{n}", chunk=chunk * 2**n, rate=1e-3, rank=rank)
+        MemoryLevel(name=f"level{n}", chunk=chunk * 4**n, rate=1e-3, rank=rank)
         for n in range(count)
     ]
     parts = tuple(Part(n) for n in range(count))

@@ -4,7 +4,8 @@
     python benchmarks/recall.py --report            only write the page
     python benchmarks/recall.py --task noise --arms hope_steered deltanet --seeds 20
 
-Two tasks: questions one after another (`bare`), or scattered among random tokens (`noise`).
+Questions come one after another (`bare`) or scattered among random tokens (`noise`; `longer` is the
+same with twice the steps, on other seeds).
 
 All arms have the same width, about the same parameters and the same state. In `hope_values` all of
 it is one memory that makes its own values (Eq. 86-88) from static projections; `hope_static` is
@@ -85,7 +86,14 @@ NOISE = Task(
     spread=1.0,
     tests=((64, 1024), (64, 512), (32, 1024)),
 )
-TASKS = {"bare": BARE, "noise": NOISE}
+LONGER = replace(
+    NOISE,
+    prefix="longer/",
+    arms=("hope_steered", "deltanet", "linear"),
+    steps=2 * NOISE.steps,
+    seeds=(30, 31, 32),
+)
+TASKS = {"bare": BARE, "noise": NOISE, "longer": LONGER}
 
 EACH = {"conv_each": True}
 HOPE = {**EACH, "conv": 3}  # a convolution more, so a tap less: no more state than the rivals
@@ -222,7 +230,7 @@ def main() -> None:
     for task in [] if options.report else [TASKS[each] for each in options.task]:
         arms = [arm for arm in options.arms or task.arms if arm in task.arms]
         study(task, arms, list(options.seeds or task.seeds), store)
-    print(page(store.gather(), options.page, BARE, NOISE, TUNING_SEED))
+    print(page(store.gather(), options.page, TASKS, TUNING_SEED))
 
 
 if __name__ == "__main__":

@@ -122,11 +122,12 @@ def part(runs: Runs, task: Any, tuning_seed: int) -> str:
     )
 
 
-def page(runs: Runs, path: Path, bare: Any, noise: Any, tuning_seed: int) -> str:
+def page(runs: Runs, path: Path, tasks: dict[str, Any], tuning_seed: int) -> str:
     """Write the page; returns verdicts and tables."""
+    bare, noise, longer = (tasks[name] for name in ("bare", "noise", "longer"))
     loud = of_task(runs, noise)
     used = {k: run for k, run in loud.items() if int(k.split("/")[-1]) in noise.seeds}
-    parts = part(loud, noise, tuning_seed), part(of_task(runs, bare), bare, tuning_seed)
+    parts = [part(of_task(runs, each), each, tuning_seed) for each in (noise, longer, bare)]
     text = f"""# In-context recall (MQAR)
 
 A sequence binds 64 keys to values, then asks for every key once more; share of questions answered
@@ -175,6 +176,12 @@ without steering was not run on this form.
 How strongly the steered memory writes at value tokens (mean over seeds); bindings end at 128:
 
 {written(used)}
+## Questions among noise, trained twice as long
+
+The same with {longer.steps} steps: does the lead last when all models are trained further? Arms,
+rates and seeds were fixed before the first of these runs; rates were tried anew.
+
+{parts[1]}
 ## Questions one after another
 
 {bare.size.vocabulary} words, about {bare.size.parameters:,} parameters, {bare.steps} steps; all 64
@@ -194,6 +201,6 @@ there is, and erasing and gates have little to add. The best rates lie at the ed
 with five memories has fewer parameters (hidden widths go in steps), and only a fifth of the state
 to answer from.
 
-{parts[1]}"""
+{parts[2]}"""
     write_atomic(path, text.encode())
     return "\n".join(parts)

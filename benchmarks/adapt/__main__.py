@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import arms
+import chunks
 import frontier
 import loop
 import recall
@@ -27,11 +28,12 @@ import torch
 from nestling.host import keep_memory
 from nestling.report.store import Store
 
-PARTS = ("frontier", "loop", "recall", "smollm2")
+PARTS = ("frontier", "loop", "recall", "chunks", "smollm2")
 SEEDS = {
     "frontier": (3, 4, 5, 13, 14, 15, 16, 17),
     "loop": loop.BOOKS,
     "recall": (0, 1, 2, 3, 4, 5),
+    "chunks": (3, 4, 5, 13, 14),
     "smollm2": tuple(range(len(texts.PARTS))),
 }
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--seeds", type=int, help="how many of each part's seeds (default: all)")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--smollm2", type=Path, help="the GGUF file, for the part smollm2")
@@ -78,6 +80,8 @@ def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, 
         return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4097, 2048))
     if part == "loop":
         return loop.study(base, data, store, seeds)
+    if part == "chunks":
+        return chunks.study(base, data, store, seeds)
     return recall.study(base, store, seeds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import report_chunks
 import report_frontier
 import report_loop
 import report_recall
@@ -38,7 +39,7 @@ PAGES = {
         "python benchmarks/adapt",
         "Settings were chosen on texts and seeds that appear in no table."
         " [The same frontier on SmolLM2-135M](adapt_smollm2.md).",
-        ("frontier", "loop", "recall"),
+        ("frontier", "loop", "recall", "chunks"),
     ),
     "adapt_smollm2.md": (
         "A pretrained model of 135M parameters keeps learning: what was measured",
@@ -73,4 +74,6 @@ def _section(part: str, result: Any, docs: Path) -> list[str]:
         return report_smollm2.section(result, docs / "adapt_smollm2.png")
     if part == "loop":
         return report_loop.section(result, docs / "adapt_loop.png")
+    if part == "chunks":
+        return report_chunks.section(result)
     return report_recall.section(result)

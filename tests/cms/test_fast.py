@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestling.cms import Continuum, Factors, MemoryLevel
-from nestling.cms.fast import add, dense, norm2, step, truncate
+from nestling.cms.fast import add, dense, handy, norm2, step, truncate
 
 
 def random_factors(columns, seed=0, decay=0.7):
@@ -30,14 +30,26 @@ def test_truncation_is_the_best_approximation_and_says_what_it_drops(columns):
     torch.testing.assert_close(norm2(kept), dense(kept).square().sum((-2, -1)))
 
 
-def test_a_step_in_one_product_is_the_step():
+@pytest.mark.parametrize("retain", [0.9, 1.0])
+@pytest.mark.parametrize("form", [lambda factors: factors, dense])
+def test_a_step_is_the_step_in_place_or_not(form, retain):
     gradient, generator = random_factors(6), torch.Generator().manual_seed(1)
     old = torch.randn(2, 40, 30, dtype=torch.float64, generator=generator)
-    torch.testing.assert_close(step(old, gradient, -0.3, 0.9), 0.9 * old - 0.3 * dense(gradient))
-    torch.testing.assert_close(step(None, gradient, -0.3, 0.9), -0.3 * dense(gradient))
-    copied = step(old, gradient, -0.3, 0.9)
-    assert step(old, gradient, -0.3, 0.9, in_place=True) is old
+    before, given = old.clone(), form(gradient)
+    copied = step(old, given, -0.3, retain)
+    assert torch.equal(old, before)
+    torch.testing.assert_close(copied, retain * old - 0.3 * dense(gradient))
+    torch.testing.assert_close(step(None, given, -0.3, retain), -0.3 * dense(gradient))
+    assert step(old, given, -0.3, retain, in_place=True) is old
     assert torch.equal(old, copied)
+
+
+def test_many_columns_are_handier_as_a_matrix():
+    few, many = random_factors(4), random_factors(24)  # Gram matrices of 24^2 (40 + 30) > 22 40 30
+    assert handy(None) is None
+    assert handy(few) is few
+    torch.testing.assert_close(handy(many), dense(many))
+    torch.testing.assert_close(norm2(handy(many)), norm2(many))
 
 
 def test_sums_take_the_smaller_form():

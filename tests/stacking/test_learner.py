@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import threading
 
 import pytest
@@ -295,13 +296,22 @@ def test_reset_forgets_one_level_or_all():
         ({"transfer": "moved"}, "transfer must be one of None, 'move'"),
         ({"transfer": "move", "assign": "split"}, "needs levels on the same weights"),
         ({"transfer": "move", "transfer_rate": 2.0}, "a share in"),
-        ({"rank": 2, "rule": rules.adam()}, "rank=2 needs a rule"),
+        ({"rank": 2, "rule": rules.adam(), "rate": 0.1}, "rank=2 needs a rule"),
+        ({"rule": ["gd", "gd", "adam"]}, "rule 'adam' needs a number"),
         ({"snapshots": 0}, "snapshots must be at least 1"),
     ],
 )
 def test_wrong_settings_are_named(options, said):
     with pytest.raises(ValueError, match=said):
         nestling.adapt(tiny(), **{"chunks": [8, 16, 32], **options})
+
+
+@pytest.mark.parametrize(
+    ("chunks", "rate"), [([8, 16], 8 / 3200), ([math.inf, 4], 4 / 3200), ([math.inf], 0.0)]
+)
+def test_the_usual_rate_follows_the_fastest_chunk(chunks, rate):
+    """What a token moves is the same in any chunks."""
+    assert [level.rate for level in nestling.adapt(tiny(), chunks).levels] == [rate] * len(chunks)
 
 
 def test_wrong_inputs_are_named():

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
-  nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --rate 0.02 --memory mine
+  nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --memory mine
   nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from book.txt --layers "last third" --memory mine
   nestling learn MODEL --from more.txt --memory mine          # goes on with the same memory
   nestling learn MODEL --from book.txt --memory mine --out timeline.html
@@ -34,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--from", dest="files", nargs="+", required=True, metavar="FILE", type=Path)
     made.add_argument("--memory", required=True, type=Path, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
-    new.add_argument("--levels", help="tokens between updates, fastest first (default 64,512,4096)")
-    new.add_argument("--rate", help="one for all levels or one per level (default 0.02)")
+    new.add_argument("--levels", help="tokens between updates, fastest first (256,1024,4096)")
+    new.add_argument("--rate", help="for all levels, or one each (fastest chunk / 3200)")
     new.add_argument("--rule", help="gd (default), momentum, adam, dgd, muon, m3, ...")
     new.add_argument("--retain", help="what a level keeps at each update (default 1)")
     new.add_argument("--layers", help='layers that learn: "last half", "first 4", 3,4,5 (all)')

@@ -24,6 +24,8 @@ from nestling.cms.core import Factors, Fast, Part
 __all__ = [
     "add",
     "dense",
+    "handier",
+    "handy",
     "merge",
     "norm2",
     "read",
@@ -36,6 +38,9 @@ __all__ = [
 
 EXTRA = 8
 """Columns of a subspace beyond the rank asked for."""
+
+PASS = 22
+"""Operations that take as long as writing a number and reading it again, as measured."""
 
 
 def dense(fast: Tensor | Factors) -> Tensor:
@@ -87,10 +92,40 @@ def add(one: Fast, other: Fast) -> Fast:
     return dense(one) + other
 
 
+def handier(columns: int, outputs: int, inputs: int, readers: int = 1) -> bool:
+    """Whether a gradient of so many columns is better formed once than kept in factors.
+
+    In factors every reader adds it by a product, of `columns Do Di` operations (one of these there
+    is in any case), and its norm takes Gram matrices, of `columns^2 (Do + Di)`. Formed, it has to
+    be written and read by each, which takes as long as some `PASS` operations on every number.
+    """
+    size = outputs * inputs
+    kept = columns**2 * (outputs + inputs) + (readers - 1) * columns * size
+    return kept > readers * PASS * size or not smaller(columns, outputs, inputs)
+
+
+def handy(fast: Fast) -> Fast:
+    """In the form that is handier for one reader."""
+    if not isinstance(fast, Factors):
+        return fast
+    outputs, inputs, columns = fast.left.shape[-2], *fast.right.shape[-2:]
+    return dense(fast) if handier(columns, outputs, inputs) else fast
+
+
 def step(
-    old: Tensor | None, gradient: Factors, strength: float, retain: float, *, in_place: bool = False
+    old: Tensor | None,
+    gradient: Tensor | Factors,
+    strength: float,
+    retain: float,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
-    """`retain Delta + strength G` for a gradient in factors, in one product: [B, Do, Di]."""
+    """`retain Delta + strength G`: [B, Do, Di]; for a gradient in factors in one product."""
+    if isinstance(gradient, Tensor):
+        if old is None:
+            return gradient * strength
+        kept = old if in_place else old.clone()
+        return (kept if retain == 1.0 else kept.mul_(retain)).add_(gradient, alpha=strength)
     left, right = gradient.left, gradient.right.mT
     if old is None:
         return (left * strength) @ right

@@ -37,16 +37,19 @@ class Segment:
 
     def gradient(self, own: Owned, dtype: torch.dtype) -> Tensor:
         """`sum_n delta_n x_n^T` of each sequence: [B, Do, Di]."""
-        key = (own.slot, *own.part[1:])
-        if key not in self._formed:
+        if own.key not in self._formed:
             x, surprise = self._part(own)
-            self._formed[key] = (surprise.mT @ x).to(dtype)
-        return self._formed[key]
+            self._formed[own.key] = (surprise.mT @ x).to(dtype)
+        return self._formed[own.key]
 
-    def compact(self, own: Owned, dtype: torch.dtype) -> Tensor | Factors:
-        """The same gradient as factors, unless the matrix is smaller."""
+    def compact(self, own: Owned, dtype: torch.dtype, readers: int) -> Tensor | Factors:
+        """The same gradient as factors, unless the matrix is smaller, or handier for its readers.
+
+        readers: how many levels keep full differences there; 0: factors as long as they are small.
+        """
         x, surprise = self._part(own)
-        if not differences.smaller(x.shape[1], surprise.shape[-1], x.shape[-1]):
+        shape = x.shape[1], surprise.shape[-1], x.shape[-1]
+        if not differences.smaller(*shape) or (readers and differences.handier(*shape, readers)):
             return self.gradient(own, dtype)
         return Factors(surprise.mT.to(dtype), x.mT.to(dtype))
 
@@ -94,7 +97,8 @@ def collect(state: LevelState, segment: Segment, plan: Plan, number: int) -> Lev
     pairs: list[Pairs | None] = []
     lost = state.lost
     for own, old, old_pairs in zip(plan.parts[number], state.sums, state.pairs, strict=True):
-        new = differences.add(old, segment.compact(own, dtype))
+        readers = plan.readers[own.key] if level.rank is None else 0
+        new = differences.add(old, segment.compact(own, dtype, readers))
         if level.rank is not None and old is not None and new is not None:
             new, dropped = differences.truncate(new, 4 * level.rank)
             lost = lost + dropped
@@ -154,8 +158,9 @@ def release(
         moved = _ranked(state, level, level.rank, rate, factor, measure)
     for place, own in enumerate(plan.parts[number][len(moved) :]):
         if plan.plain[number]:
-            after = _plain(state, level, place, rate, factor, in_place)
-            moved.append(_Moved(after, None, 0.0, *_squares(state.sums[place], after, measure)))
+            total = differences.handy(state.sums[place])
+            after = _plain(state, level, place, total, rate, factor, in_place)
+            moved.append(_Moved(after, None, 0.0, *_squares(total, after, measure)))
         else:
             after, memory = _by_rule(state, level, place, weight(own), rate, factor)
             moved.append(_Moved(after, memory, 0.0, *_squares(state.sums[place], after, measure)))
@@ -191,13 +196,19 @@ class _Moved(NamedTuple):
 
 
 def _plain(
-    state: LevelState, level: MemoryLevel, place: int, rate: Rate, factor: Rate, in_place: bool
+    state: LevelState,
+    level: MemoryLevel,
+    place: int,
+    total: Fast,
+    rate: Rate,
+    factor: Rate,
+    in_place: bool,
 ) -> Fast:
     """One part's step by gradient descent, on a full difference."""
-    old, total, some = state.fast[place], state.sums[place], state.seen > 0
+    old, some = state.fast[place], state.seen > 0
     numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
     numbers = numbers and not torch.is_grad_enabled()
-    if numbers and isinstance(total, Factors) and not isinstance(old, Factors):
+    if numbers and total is not None and not isinstance(old, Factors):
         strength = float(-rate * factor)
         return differences.step(old, total, strength, level.retain, in_place=in_place)
     after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)

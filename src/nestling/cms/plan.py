@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from nestling.cms.core import MemoryLevel, Part, Slot
+from nestling.cms.core import MemoryLevel, Slot
 from nestling.cms.slots import Owned, owned
 from nestling.levels import boundaries
 from nestling.memories.state import tree_leaves
@@ -31,6 +33,7 @@ class Plan:
     feeder: tuple[int | None, ...]  # per level: the faster one whose chunks add up to its own
     plain: tuple[bool, ...]  # per level: gradient descent and nothing else
     pairs: tuple[bool, ...]  # per level: the rule needs the pairs
+    readers: Mapping[Any, int]  # per part (its key): levels of full rank that collect there
     mean: bool
     transfer: str | None
     transfer_rate: float | None
@@ -80,13 +83,16 @@ def make_plan(
             )
     if transfer is not None:
         _check_nested([levels[n] for n in order], transfer)
+    feeder = tuple(_feeder(n, levels, parts, active, pairs) for n in range(len(levels)))
+    full = [n for n in order if feeder[n] is None and levels[n].rank is None]
     return Plan(
         levels=levels,
         parts=parts,
         order=order,
-        feeder=tuple(_feeder(n, levels, parts, active, pairs) for n in range(len(levels))),
+        feeder=feeder,
         plain=plain,
         pairs=pairs,
+        readers=Counter(own.key for n in full for own in parts[n]),
         mean=reduce == "mean",
         transfer=transfer,
         transfer_rate=transfer_rate,
@@ -130,21 +136,17 @@ def _feeder(
     if number not in active:
         return None
     fastest = min(levels[n].chunk for n in active)
-    mine = [(o.slot, _whole(o.part)) for o in parts[number]]
+    mine = [own.key for own in parts[number]]
     fits = [
         n
         for n in active
         if fastest < levels[n].chunk < levels[number].chunk
         and levels[number].chunk % levels[n].chunk == 0
-        and [(o.slot, _whole(o.part)) for o in parts[n]] == mine
+        and [own.key for own in parts[n]] == mine
         and (levels[n].rank is None) == (levels[number].rank is None)
         and pairs[n] == pairs[number]
     ]
     return max(fits, key=lambda n: levels[n].chunk, default=None)
-
-
-def _whole(part: Part) -> tuple[int | None, int, int]:
-    return part.axis, part.start, part.stop
 
 
 def _check_nested(levels: list[MemoryLevel], transfer: str) -> None:

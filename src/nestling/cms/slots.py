@@ -19,6 +19,11 @@ class Owned(NamedTuple):
     slot: int  # index into the slots
     part: Part
 
+    @property
+    def key(self) -> tuple[int, int | None, int, int]:
+        """What of the model it is, whosever."""
+        return self.slot, self.part.axis, self.part.start, self.part.stop
+
 
 def own_slots(model: nn.Module) -> tuple[Slot, ...]:
     """The slots of our own continuum memories, where each MLP is a level.

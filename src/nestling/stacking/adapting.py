@@ -29,12 +29,15 @@ RULES: dict[str, Callable[[], Rule]] = {
 }
 """Rules by name; any other is given as a `Rule`."""
 
+RATE_PER_TOKEN = 1 / 3200
+"""The default rate over the fastest chunk: what a token moves is then the same in any chunks."""
+
 
 def adapt(
     model: Any,
-    chunks: Sequence[int | float] = (64, 512, 4096),
+    chunks: Sequence[int | float] = (256, 1024, 4096),
     *,
-    rate: float | Sequence[float] = 0.02,
+    rate: float | Sequence[float] | None = None,
     rule: str | Rule | Sequence[str | Rule] = "gd",
     retain: float | Sequence[float] = 1.0,
     rank: int | None = None,
@@ -50,15 +53,17 @@ def adapt(
 ) -> Learner:
     """Turn the MLPs of a pretrained decoder into a memory that learns what it reads (Eq. 70-74).
 
-        learner = nestling.adapt(model, chunks=[64, 512, 4096], rate=0.02, tokenizer=tokenizer)
+        learner = nestling.adapt(model, chunks=[256, 1024, 4096], tokenizer=tokenizer)
         learner.learn(book)
         print(learner.generate("Call me"))
         learner.save("memory")
 
     The model is shared, not copied and not changed; with rate 0 the learner equals it to the bit.
 
-    chunks: tokens between two updates, one entry per level, fastest first.
-    rate, rule, retain: one for all levels or one per level. `rule` is a name (gd, momentum, adam,
+    chunks: tokens between two updates, one entry per level, fastest first. Larger ones are read
+        quicker, and at a rate that grows with them a text is learned as well.
+    rate, rule, retain: one for all levels or one per level. A rate of None is `RATE_PER_TOKEN`
+        times the fastest chunk, for gradient descent. `rule` is a name (gd, momentum, adam,
         signsgd, dgd, muon, m3) or any `nestling.rules` rule. `retain` below 1 lets a level drift
         back to the pretrained weights with every update.
     rank: keep differences as factors of at most this rank (gd only): small memories, many users.
@@ -83,6 +88,7 @@ def adapt(
         raise ValueError(f"transfer must be one of {known}; got {transfer!r}")
     count = len(chunks)
     named = [_named(each) for each in _each(rule, count, "rule", (str, Rule))]
+    rate = _usual(chunks, [name for name, _ in named]) if rate is None else rate
     levels = [
         MemoryLevel(name=name, chunk=chunk, rule=made[1], rate=eta, retain=alpha, rank=rank)
         for name, chunk, made, eta, alpha in zip(
@@ -141,6 +147,13 @@ def load_learner(
     learner = adapt(model, chunks, layers=layers, tokenizer=tokenizer, **settings)
     learner.load(folder)
     return learner
+
+
+def _usual(chunks: list[int | float], names: list[str]) -> float:
+    """The rate of gradient descent in chunks of this size."""
+    if others := sorted({name for name in names if name != "gd"}):
+        raise ValueError(f"rate: None is for gradient descent; rule {others[0]!r} needs a number")
+    return RATE_PER_TOKEN * min((chunk for chunk in chunks if chunk != math.inf), default=0.0)
 
 
 def _level_names(count: int) -> list[str]:
