@@ -70,6 +70,15 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert capsys.readouterr().out != with_memory
 
 
+def test_a_text_shorter_than_a_chunk_is_said_to_be_lost(model, tmp_path, capsys):
+    (note := tmp_path / "note.txt").write_text("Only a line.")
+    learns = ["learn", model, "--from", str(note)]
+    assert main([*learns, "--memory", str(tmp_path / "long")]) == 0
+    assert "note.txt: nothing was learned" in capsys.readouterr().err
+    assert main([*learns, "--levels", "4", "--memory", str(tmp_path / "short")]) == 0
+    assert "nothing was learned" not in capsys.readouterr().err
+
+
 def test_running_again_continues_the_memory(model, text, tmp_path, capsys):
     memory, other = tmp_path / "memory", tmp_path / "other.txt"
     other.write_text(OTHER)

@@ -105,15 +105,22 @@ def _learn_file(
     done = min(int(entry["tokens"]), len(ids))
     if done == 0:
         learner.new_text()
+    updates = 0
     with _Bar(entry["name"], len(ids)) as show:
         while not entry["done"]:
             piece = ids[done : done + arguments.save_every]
             report = learner.learn(piece, progress=lambda n, r, at=done: show(at + n, r))
-            done += len(piece)
+            done, updates = done + len(piece), updates + len(report.changes)
             entry |= {"tokens": done, "done": done >= len(ids)}
             learner.save(arguments.memory, context=not entry["done"], notes={"files": plan})
             for alarm in report.alarms:
                 _say(f"alarm: {alarm}")
+    chunk = min((level.chunk for level in learner.levels if level.active), default=0)
+    if not updates and len(ids) <= chunk:
+        _say(
+            f"{entry['name']}: nothing was learned, its {len(ids)} tokens do not fill a chunk of"
+            f" {chunk}; a new memory may have shorter ones (--levels)"
+        )
 
 
 def _check(arguments: argparse.Namespace) -> None:
