@@ -166,11 +166,12 @@ some trials and none in others, DeltaNet none. So training starts with 4 pairs, 
 standard deviation of 1, and only rates and retentions are steered. All of this was done for Hope's
 sake and given to every arm; a third rate was added when DeltaNet's best lay at the edge of two.
 
-Three seeds were planned; Hope and DeltaNet got five after one seed of each rival had left the
-intervals wide, linear attention has three. **Part of the lead is training, not memory**: DeltaNet
-on seeds 21 and 24, and linear attention on seed 21, end with losses far above their others. On the
-three seeds where DeltaNet learned as well as it ever does, Hope leads by 8 to 16 points. A control
-without steering was not run on this form.
+Three seeds were planned; all arms got five after one seed of each rival had left the intervals
+wide. **Part of the lead is training, not memory**: DeltaNet on seeds 21 and 24, and linear
+attention on seed 21, end with losses far above their others, so the means say little about what
+they can hold; single seeds stand below, and the next section trains all of them twice as long. The
+control is Hope's memory without steering, which does worse than the rivals: what is above them is
+the steering.
 
 {parts[0]}
 How strongly the steered memory writes at value tokens (mean over seeds); bindings end at 128:
