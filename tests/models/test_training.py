@@ -6,7 +6,8 @@ import pytest
 import torch
 from small_models import MODELS, config_of, model_of, tokens
 
-from nestling.models import NestlingForCausalLM
+from nestling.memories import Attention
+from nestling.models import NestlingForCausalLM, modeling
 
 
 def gradients(model, ids, **given):
@@ -37,6 +38,27 @@ def test_recomputation_changes_nothing(name):
     assert plain.keys() == again.keys()
     for key, gradient in plain.items():
         torch.testing.assert_close(again[key], gradient)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputation_in_pieces_changes_nothing(name, monkeypatch):
+    """Gradients go through the states between the pieces; padding stays padding."""
+    model, ids = model_of(name).train(), tokens(2, 23)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    options = {"use_cache": False, "attention_mask": mask}
+    plain = gradients(model, ids, **options)
+    model.gradient_checkpointing_enable()
+    monkeypatch.setattr(modeling, "PIECE", 5)
+    layer, sizes = model.model.layers[0], []
+    layer.mixer.register_forward_hook(lambda module, args, out: sizes.append(args[0].shape[1]))
+    again = gradients(model, ids, **options)
+    whole = isinstance(layer.mixer, Attention)
+    assert sizes == ([23] * 2 if whole else [5, 5, 5, 5, 3, 3, 5, 5, 5, 5])
+    for key, gradient in plain.items():
+        torch.testing.assert_close(again[key], gradient)
+    hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    assert [tuple(each.shape[:2]) for each in hidden] == [(2, 23)] * len(hidden)
 
 
 def test_labels_give_the_shifted_loss_and_ignore_minus_100():

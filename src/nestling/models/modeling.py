@@ -16,7 +16,8 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from nestling.blocks import Block, RMSNorm
+from nestling.blocks import Block, BlockState, RMSNorm
+from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
 from nestling.models.streaming import StreamOutput, stream
@@ -24,8 +25,17 @@ from nestling.models.streaming import StreamOutput, stream
 __all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]
 
 
+PIECE = 1024
+"""Tokens whose activations are recomputed together, where a state of constant size goes between."""
+
+
 class NestlingLayer(GradientCheckpointingLayer, Block):
-    """A block whose activations may be recomputed in the backward pass."""
+    """A block whose activations may be recomputed in the backward pass.
+
+    A long text is then read in pieces, from state to state, and only one piece's activations are
+    alive at a time. Attention, whose state grows, is recomputed as a whole, and so is a compiled
+    layer, whose code would grow with the pieces.
+    """
 
     def __init__(self, config: NestlingConfig, layer: int) -> None:
         Block.__init__(
@@ -34,6 +44,35 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
             config.channel_spec(layer).build(),
             eps=config.rms_norm_eps,
         )
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._in_pieces(x):
+            return Block.__call__(self, x, *args, **kwargs)  # `forward` recomputes, piece by piece
+        return super().__call__(x, *args, **kwargs)
+
+    def forward(
+        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """[B, T, D] -> [B, T, D] and the state after the last token; mask as for memories."""
+        if not self._in_pieces(x):
+            return super().forward(x, state, mask)
+        recompute: Any = self._gradient_checkpointing_func
+        after: Any = state
+        outputs = []
+        for start in range(0, x.shape[1], PIECE):
+            part = slice(start, start + PIECE)
+            some = None if mask is None else mask[:, part]
+            y, after = recompute(super().forward, x[:, part], after, some)
+            outputs.append(y)
+        return torch.cat(outputs, 1), after
+
+    def _in_pieces(self, x: Tensor) -> bool:
+        if not (self.gradient_checkpointing and self.training and x.shape[1] > PIECE):
+            return False
+        func = self._gradient_checkpointing_func
+        through = getattr(func, "keywords", {}).get("use_reentrant") is False  # states' gradients
+        growing = isinstance(self.mixer, Attention) or torch.compiler.is_compiling()
+        return through and not growing
 
 
 class NestlingPreTrainedModel(PreTrainedModel):
