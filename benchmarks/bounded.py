@@ -79,10 +79,11 @@ def largest_row(memory: SelfModifying, tokens: int, piece: int = 1024) -> tuple[
     return most, finite
 
 
-def stress(tokens: int) -> bool:
-    """All configurations, random (large) and trained weights, all streams at once."""
+def stress(tokens: int, names: list[str]) -> bool:
+    """Some configurations, random (large) and trained weights, all streams at once."""
     good = True
-    for name, options in CONFIGURATIONS.items():
+    for name in names:
+        options = CONFIGURATIONS[name]
         for weights in ("random", "trained"):
             torch.manual_seed(0)
             memory = SelfModifying(SelfModifyingConfig(width=16, heads=2, **options))
@@ -143,10 +144,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of every stream")
     parser.add_argument("--text", type=int, default=0, help="tokens of the text-like run")
+    parser.add_argument(
+        "--configurations", nargs="+", default=list(CONFIGURATIONS), choices=CONFIGURATIONS
+    )
     arguments = parser.parse_args()
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
-    good = stress(arguments.tokens) if arguments.tokens else True
+    good = stress(arguments.tokens, arguments.configurations) if arguments.tokens else True
     if arguments.text:
         good &= text(arguments.text)
     return 0 if good else 1
