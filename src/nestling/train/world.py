@@ -7,6 +7,7 @@ does not depend on the number of processes or on the strategy: 2 -> 1 -> 2 just 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -165,4 +166,7 @@ def join() -> Iterator[World]:
     try:
         yield World(rank=dist.get_rank(), size=size, device=device)
     finally:
+        # wrapped models hold the group in cycles; its threads must end before the interpreter does,
+        # or a tensor they release too late aborts the process
+        gc.collect()
         dist.destroy_process_group()
