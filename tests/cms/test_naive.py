@@ -8,8 +8,16 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 
 from nestling.cms import Continuum, MemoryLevel, naive, own_slots
+from nestling.cms import fast as differences
 from nestling.rules import adam, adamw, identity, momentum, multiscale, muon
 from nestling.scan import any_order
+
+
+@pytest.fixture(autouse=True, params=["factors", "matrix"])
+def form(request, monkeypatch):
+    """How gradients are kept in a segment: as they come, or formed wherever they may be."""
+    if request.param == "matrix":
+        monkeypatch.setattr(differences, "PASS", 0)
 
 
 def close(one, other):

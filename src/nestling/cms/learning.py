@@ -49,7 +49,10 @@ class Segment:
         """
         x, surprise = self._part(own)
         shape = x.shape[1], surprise.shape[-1], x.shape[-1]
-        if not differences.smaller(*shape) or (readers and differences.handier(*shape, readers)):
+        formed = (
+            differences.handier(*shape, readers) if readers else not differences.smaller(*shape)
+        )
+        if formed:
             return self.gradient(own, dtype)
         return Factors(surprise.mT.to(dtype), x.mT.to(dtype))
 

@@ -67,12 +67,12 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
         return torch.cat(outputs, 1), after
 
     def _in_pieces(self, x: Tensor) -> bool:
+        if torch.compiler.is_compiling() or isinstance(self.mixer, Attention):
+            return False
         if not (self.gradient_checkpointing and self.training and x.shape[1] > PIECE):
             return False
         func = self._gradient_checkpointing_func
-        through = getattr(func, "keywords", {}).get("use_reentrant") is False  # states' gradients
-        growing = isinstance(self.mixer, Attention) or torch.compiler.is_compiling()
-        return through and not growing
+        return getattr(func, "keywords", {}).get("use_reentrant") is False  # states' gradients
 
 
 class NestlingPreTrainedModel(PreTrainedModel):

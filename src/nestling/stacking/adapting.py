@@ -61,7 +61,7 @@ def adapt(
     The model is shared, not copied and not changed; with rate 0 the learner equals it to the bit.
 
     chunks: tokens between two updates, one entry per level, fastest first. Larger ones are read
-        quicker, and at a rate that grows with them a text is learned as well.
+        quicker, and at a rate that grows with them a text is learned about as well.
     rate, rule, retain: one for all levels or one per level. A rate of None is `RATE_PER_TOKEN`
         times the fastest chunk, for gradient descent. `rule` is a name (gd, momentum, adam,
         signsgd, dgd, muon, m3) or any `nestling.rules` rule. `retain` below 1 lets a level drift
