@@ -49,10 +49,14 @@ def peak_mb() -> float:
     return int(status.read_text().split("VmHWM:")[1].split()[0]) / 1024
 
 
-def in_fresh_process(script: str, *arguments: str) -> dict[str, float]:
+def in_fresh_process(script: str, *arguments: str, **environment: str) -> dict[str, float]:
     """Run `script` with arguments in a new process; its last line must be a JSON object."""
     done = subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
     )
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")

@@ -1,11 +1,11 @@
-"""RMS norm with its borrowed backward equals torch's, to the second derivative."""
+"""RMS norm and unit length equal plain torch, to the second derivative."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from nestling.norm import RMSNorm, rms_norm
+from nestling.norm import RMSNorm, rms_norm, unit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -37,3 +37,35 @@ def test_zero_stays_zero_and_other_dtypes_work():
     x = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
     norm(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+def _plain(x):
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_unit_and_its_gradient_in_any_layout(dtype):
+    x = torch.randn(2, 5, 3, 8, dtype=dtype).transpose(1, 2).requires_grad_()  # heads, taken out
+    grad = torch.randn(3, 2, 5, 8, dtype=dtype).transpose(0, 1)
+    ours, theirs = unit(x), _plain(x)
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(unit(x), ours)
+    one, other = (torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs))
+    torch.testing.assert_close(one, other)
+
+
+def test_unit_to_the_second_derivative():
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(unit, (x,))
+    assert torch.autograd.gradgradcheck(unit, (x,))
+
+
+def test_unit_of_zero_is_zero_with_a_finite_gradient():
+    x = torch.zeros(2, 4, requires_grad=True)
+    unit(x).sum().backward()
+    assert unit(x).eq(0).all()
+    torch.testing.assert_close(x.grad, torch.full((2, 4), 1e3))
+    half = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert unit(half).dtype == torch.bfloat16

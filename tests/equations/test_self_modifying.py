@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nestling.memories.self_modifying_naive import errors, scan_naive, step
+from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, unit
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip
 
 D, T = 4, 7
 G = torch.Generator().manual_seed(3)

@@ -7,8 +7,9 @@ import torch
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.memories.self_modifying_naive import scan_naive
+from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
 

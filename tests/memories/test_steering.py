@@ -8,7 +8,7 @@ import torch
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.memories.self_modifying_naive import scan_naive
 from nestling.memories.state import tree_leaves, tree_map
-from nestling.scan.self_modifying_types import unit
+from nestling.norm import unit
 
 WIDTH, HEADS, SMALL = 12, 2, 3
 

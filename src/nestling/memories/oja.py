@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nestling.memories.linear import LinearConfig
+from nestling.norm import unit
 from nestling.scan import scan
-from nestling.scan.self_modifying_types import unit
 
 __all__ = ["OjaConfig", "oja_scan"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -166,26 +167,22 @@ class Shell(nn.Module):
         if not self.each:
             x, tail = self.conv(x, tail, valid)
             return self.ask(x, tail)
-        projected, gate = self._project(x)
+        projected, gate = self.project(x), None
+        if self.gated:
+            parts = projected.shape[-1] - self.width
+            projected, gate = projected.split([parts, self.width], dim=-1)
         projected, tail = self.conv(projected, tail, valid)
-        return Opened(self._split(projected), gate, x, tail)
+        return Opened(self._split(projected.split(self.width, dim=-1)), gate, x, tail)
 
     def ask(self, x: Tensor, tail: Tensor) -> Opened:
         """Project tokens without the convolution."""
-        projected, gate = self._project(x)
-        return Opened(self._split(projected), gate, x, tail)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All parts in a row, and the output gate."""
-        all_of_it = self.project(x)
+        pieces = self.project(x).split(self.width, dim=-1)  # one split: one gradient, put together
         if not self.gated:
-            return all_of_it, None
-        parts = all_of_it.shape[-1] - self.width
-        return all_of_it[..., :parts], all_of_it[..., parts:]
+            return Opened(self._split(pieces), None, x, tail)
+        return Opened(self._split(pieces[:-1]), pieces[-1], x, tail)
 
-    def _split(self, projected: Tensor) -> list[Tensor]:
-        fast = state_dtype(projected.dtype)
-        pieces = projected.split(self.width, dim=-1)
+    def _split(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        fast = state_dtype(pieces[0].dtype)
         return [split_heads(piece, self.heads).to(fast) for piece in pieces]
 
     def close(self, y: Tensor, gate: Tensor | None) -> Tensor:

@@ -16,8 +16,9 @@ from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.state import state_start, tree_map
 from nestling.memories.steering import RATE, Steering
+from nestling.norm import unit
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, unit, whole
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, whole
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
 
@@ -273,16 +274,19 @@ class SelfModifying(Memory):
     ) -> Inputs:
         """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         heads, batch = self.config.heads, opened.x.shape[0]
-        x, *rest = (part.flatten(0, 1) for part in opened.parts)
-        parts = dict(zip(self.static, rest, strict=True))
-        given = {n: unit(part + added[n] if n in added else part) for n, part in parts.items()}
+        x, *rest = opened.parts
+        given = {}
+        for name, part in zip(self.static, rest, strict=True):
+            moved = part + added[name].view_as(part) if name in added else part
+            given[name] = unit(moved).flatten(0, 1)
         theta = gates = initial = None
         if self.reach is not None and self.gates is not None:
-            x = unit(x) * self.reach.to(x.dtype).repeat(batch).view(-1, 1, 1)
+            x = unit(x) * self.reach.to(x.dtype).view(-1, 1, 1)
             gates = self.gates(opened.x).to(x.dtype).unflatten(-1, (heads, 2))
             gates = gates.transpose(1, 2).flatten(0, 1)  # [B H, T, 2]
             gates = _plus(gates, added)
             initial = tree_map(_fold, self._initial(batch, x.device, x.dtype))
+        x = x.flatten(0, 1)
         if self.theta is not None:
             theta = THETA * torch.sigmoid(self.theta(opened.x).to(x.dtype))
             theta = theta.transpose(1, 2).flatten(0, 1)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from nestling.norm import unit
 from nestling.scan.self_modifying_types import (
     Inputs,
     SelfRule,
     Weights,
     clip,
     restart,
-    unit,
     whole,
 )
 

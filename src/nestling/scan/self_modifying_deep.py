@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu as plain_silu
 
+from nestling.norm import unit
 from nestling.scan import mlp_chunk as two
 from nestling.scan.mlp_types import silu
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, take, unit
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, take
 
 __all__ = ["fits", "scan_deep"]
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, unit, whole
+from nestling.norm import unit
+from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, whole
 
 __all__ = ["Decay", "answer", "decays", "project", "recall", "segment"]
 

@@ -21,7 +21,6 @@ __all__ = [
     "clip",
     "restart",
     "take",
-    "unit",
     "whole",
 ]
 
@@ -143,11 +142,6 @@ def whole(weights: Weights, initial: Weights | None) -> Weights:
     if weights.second is not None and initial.second is not None:
         second = initial.second + weights.second
     return Weights(initial.first + weights.first, second)
-
-
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """L2-normalised along the last dimension; never longer than one, zero stays zero."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def clip(u: Tensor, most: float) -> Tensor:
