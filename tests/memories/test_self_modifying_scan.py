@@ -9,6 +9,8 @@ from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.memories.self_modifying_naive import scan_naive
 from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
+from nestling.scan.self_modifying_function import STARTS, TAPES
+from nestling.scan.self_modifying_op import scan_operator
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
@@ -63,17 +65,17 @@ def leaves(*trees):
     return out
 
 
-def compare(rule, tokens, position, **options):
+def compare(rule, tokens, position, function=scan_self_modifying, **options):
     """Outputs, both end states, and gradients of everything that goes in."""
     grads, results = [], []
     mine = position if isinstance(position, int) else torch.tensor(position)
     naive = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
-    for function, where in ((scan_naive, naive), (scan_self_modifying, mine)):
+    for scan, where in ((scan_naive, naive), (function, mine)):
         inputs, weights, start = case(rule, tokens, **options)
         params = leaves(inputs, weights, start)
         for p in params:
             p.requires_grad_(True)
-        y, w, s = function(rule, inputs, weights, start, where)
+        y, w, s = scan(rule, inputs, weights, start, where)
         if inputs.valid is not None:
             y = y * inputs.valid.unsqueeze(-1)
         out = [y, *leaves(w, s)]
@@ -116,6 +118,30 @@ STATIC = ("stage 1", "stage 1 by gradient descent")
 def test_matrix_memories(name, residual):
     for tokens, position in ((11, 0), (5, 3), (1, 6)):
         compare(RULES[name], tokens, position, residual=residual)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_the_operator_of_compiled_models(name, recompute):
+    """One node of a graph, with whole segments, ragged ones, and from the middle of a chunk."""
+
+    def operator(rule, inputs, weights, start, position):
+        y, w, s = scan_operator(rule, inputs, weights.first, start.first, position, recompute)
+        return y, Weights(w), Weights(s)
+
+    for tokens, position in ((12, 0), (11, 0), (5, 3), (6, 6)):
+        compare(RULES[name], tokens, position, operator, residual=name != "stage 1")
+
+
+def test_the_operator_keeps_to_the_rules_of_torch():
+    inputs, weights, start = case(RULES["stage 3"], 8, residual=True)
+    given = (inputs.x, inputs.readout, inputs.bias, inputs.k, inputs.v, inputs.q, inputs.gates)
+    parts = (weights.first, start.first, inputs.initial.first, *given)
+    for part in parts:
+        part.requires_grad_()
+    for keep in (STARTS, TAPES):
+        arguments = (RULES["stage 3"].text, 0, keep, *parts)
+        torch.library.opcheck(torch.ops.nestling.self_modifying.default, arguments)
 
 
 @pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "slow others"])

@@ -122,13 +122,18 @@ def test_parameters_missing_from_a_file_get_their_initial_values(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own use of torch
-def test_a_compiled_training_step_equals_the_eager_one():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_training_step_equals_the_eager_one(recompute):
+    """Without a break: the whole model is one graph, whatever its length."""
     model, ids = model_of("hope", torch.float32, num_hidden_layers=1).train(), tokens(2, 9)
     plain = gradients(model, ids, use_cache=False)
     model.zero_grad()
+    if recompute:
+        model.gradient_checkpointing_enable()
     step = torch.compile(
         lambda: model(ids, labels=ids, use_cache=False).loss,
         backend="aot_eager",  # all of the compiler but the C++ compiler; benchmarks use that
+        fullgraph=True,
     )
     step().backward()
     for name, parameter in model.named_parameters():

@@ -39,9 +39,18 @@ def scan_self_modifying(
 
     Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
-    A compiled model calls it as it is: graphs of all segments would take minutes to compile.
+    In compiled models it is one operator (`self_modifying_op`); what that has no form for runs
+    uncompiled.
     """
     if torch.compiler.is_compiling():
+        plain = weights.second is None and weights.moved is None and inputs.valid is None
+        if plain and not isinstance(position, Tensor):
+            from nestling.scan.self_modifying_op import scan_operator
+
+            y, first, begun = scan_operator(
+                rule, inputs, weights.first, start.first, position, recompute
+            )
+            return y, Weights(first), Weights(begun)
         from nestling.scan.uncompiled import run_uncompiled
 
         result: tuple[Tensor, Weights, Weights] = run_uncompiled(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +10,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.scan.self_modifying_matrix import backward, forward
-from nestling.scan.self_modifying_tape import TAPE, Tape, shapes
+from nestling.scan.self_modifying_tape import FLAT, Desk, Shelf, Tape
 from nestling.scan.self_modifying_types import Inputs, SelfRule, take
 
-__all__ = ["scan_matrix"]
+__all__ = [
+    "GIVEN",
+    "NOTHING",
+    "STARTS",
+    "TAPES",
+    "Run",
+    "given_inputs",
+    "pieces",
+    "run_backward",
+    "run_forward",
+    "scan_matrix",
+]
 
 
 GIVEN = Inputs._fields.index("theta")
 """How many fields of `Inputs` the function takes as tensors: those before theta."""
+
+NOTHING, STARTS, TAPES = range(3)
+"""What is kept of a segment for the backward pass: its start weights, also all it computed."""
 
 
 class Piece(NamedTuple):
@@ -59,6 +73,113 @@ def _fresh(rule: SelfRule, flags: tuple[bool, ...], stack: Tensor, start: Tensor
     return torch.where(mask.view(1, -1, 1), stack, start)
 
 
+class Run(NamedTuple):
+    """What all segments give: reads, the stack after the last one, where its chunks start, and for
+    every segment its stack, its start (None where that is the stack) and its flat tape."""
+
+    y: Tensor  # [b, T, d]
+    stack: Tensor  # [b, N d, d]
+    last: Tensor  # [b, N d, d]
+    kept: list[list[Tensor | None]]
+
+
+def run_forward(
+    rule: SelfRule,
+    position: int,
+    inputs: Inputs,
+    first: Tensor,
+    start: Tensor,
+    home: Tensor | None,
+    keep: int,
+    shelf: Shelf | None = None,
+) -> Run:
+    """Segments from the first to the last; `keep` says how much of each: NOTHING, STARTS, TAPES."""
+    b, total, d = inputs.x.shape
+    stack, begun = first.reshape(b, -1, d), start.reshape(b, -1, d)
+    home = None if home is None else home.reshape(b, -1, d)
+    if keep == TAPES and shelf is None:
+        shelf = _fresh_tensors(stack)
+    desk = Desk(rule.segment, stack, shelf)
+    y = inputs.x.new_empty(b, total, d)
+    kept: list[list[Tensor | None]] = []
+    starts: list[Tensor] = []
+    for piece in pieces(rule, position, total):
+        begun = _fresh(rule, piece.fresh, stack, begun)
+        part = take(inputs, piece.tokens)
+        after, tape = forward(rule, part, stack, begun, _whole(begun, home, desk), desk)
+        y[:, piece.tokens] = tape.y
+        if keep:
+            taped = tape.flat() if keep == TAPES else []
+            kept.append([stack, None if begun is stack else begun, *taped])
+        if inputs.valid is not None:
+            starts.append(begun)
+        stack = after
+    last = _fresh(rule, _ends(rule, position, total), stack, begun)
+    if inputs.valid is not None:
+        choice = _last_segment(rule, position, inputs.valid)
+        last = last.clone()
+        for i, begun in enumerate(starts):
+            torch.where((choice == i).view(-1, 1, 1), begun, last, out=last)
+    return Run(y, stack, last, kept)
+
+
+def run_backward(
+    rule: SelfRule,
+    position: int,
+    inputs: Inputs,
+    home: Tensor | None,
+    run: Run,
+    dy: Tensor,
+    dstack: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
+    """Gradients of the stack, of the start, of home, and of the first `GIVEN` inputs; segments from
+    the last to the first."""
+    b, total, d = inputs.x.shape
+    home = None if home is None else home.reshape(b, -1, d)
+    choice = None if inputs.valid is None else _last_segment(rule, position, inputs.valid)
+    dstack, dlast = dstack.reshape(b, -1, d), dlast.reshape(b, -1, d)
+    cuts = list(pieces(rule, position, total))
+    ends = _ends(rule, position, total)
+    dstack, dbegun = _join(ends, dstack, _chosen(choice, len(cuts), dlast))
+    tokenwise = (inputs.x, None, None, inputs.k, inputs.v, inputs.q, inputs.gates)
+    grads = [None if part is None else torch.empty_like(part) for part in tokenwise]
+    dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
+    dhome = None if home is None else torch.zeros_like(home)
+    desk = Desk(rule.segment, dstack)
+    after = run.stack
+    for i, piece in reversed(list(enumerate(cuts))):
+        stack, begun, *taped = run.kept[i]
+        begun = stack if begun is None else begun
+        part = take(inputs, piece.tokens)
+        memories = _whole(begun, home, desk)
+        if taped:
+            tape = Tape.of(taped)
+        else:
+            _, tape = forward(rule, part, stack, begun, memories, desk)
+        dpart = dy[:, piece.tokens]
+        some = backward(rule, part, stack, begun, memories, after, tape, dpart, dstack, desk)
+        dstack = some.stack
+        ended = None if choice is None else _chosen(choice, i, dlast)
+        for more in (some.begun, some.start, ended):
+            if more is not None and all(piece.fresh):
+                dstack += more
+            elif more is not None:
+                dbegun = more.clone() if dbegun is None else dbegun + more
+        dstack, dbegun = _join(piece.fresh, dstack, dbegun)
+        if dhome is not None and some.start is not None:
+            dhome += some.start
+        dreadout += some.readout
+        dbias += some.gates.sum(1)
+        found = (some.x, None, None, some.k, some.v, some.q, some.gates)
+        for room, grad in zip(grads, found, strict=True):
+            if room is not None and grad is not None:
+                room[:, piece.tokens] = grad
+        after = stack
+    grads[1], grads[2] = dreadout, dbias
+    return dstack, torch.zeros_like(dstack) if dbegun is None else dbegun, dhome, grads
+
+
 class _Scan(torch.autograd.Function):
     """Forward keeps each segment's start weights (and its tape unless `recompute`), all by
     `save_for_backward`, so that activation checkpointing and offloading can take them away."""
@@ -75,98 +196,55 @@ class _Scan(torch.autograd.Function):
         home: Tensor | None,
         *given: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _inputs(given, valid)
-        b, total, d = inputs.x.shape
-        stack, begun = first.reshape(b, -1, d), start.reshape(b, -1, d)
-        home = None if home is None else home.reshape(b, -1, d)
-        keep = any(ctx.needs_input_grad)
-        constants = shapes(rule.segment, stack)
-        y = inputs.x.new_empty(b, total, d)
-        kept: list[Tensor | None] = []
-        starts: list[Tensor] = []
-        for piece in pieces(rule, position, total):
-            begun = _fresh(rule, piece.fresh, stack, begun)
-            part = take(inputs, piece.tokens)
-            after, tape = forward(rule, part, stack, begun, _whole(begun, home), constants)
-            y[:, piece.tokens] = tape.y
-            if keep:
-                same = begun is stack
-                kept += (stack, None if same else begun, *([] if recompute else tape.flat()))
-            starts.append(begun)
-            stack = after
-        ends = tuple((position + total) % chunk == 0 for chunk in rule.chunks)
-        last = _fresh(rule, ends, stack, begun)
-        ctx.choice = None
-        if valid is not None:
-            ctx.choice = _last_segment(rule, position, valid)
-            last = last.clone()
-            for i, begun in enumerate(starts):
-                torch.where((ctx.choice == i).view(-1, 1, 1), begun, last, out=last)
-        ctx.rule, ctx.position, ctx.recompute, ctx.ends = rule, position, recompute, ends
-        ctx.save_for_backward(valid, stack, home, *given, *kept)
-        return y, stack.view_as(first), last.reshape(start.shape)
+        keep = NOTHING if not any(ctx.needs_input_grad) else STARTS if recompute else TAPES
+        run = run_forward(rule, position, given_inputs(given, valid), first, start, home, keep)
+        ctx.rule, ctx.position, ctx.each = rule, position, 2 + len(FLAT) * (keep == TAPES)
+        kept = [part for segment in run.kept for part in segment]
+        ctx.save_for_backward(valid, run.stack, home, *given, *kept)
+        return run.y, run.stack.view_as(first), run.last.reshape(start.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
+        valid, stack, home, *rest = ctx.saved_tensors
+        flat, each = rest[GIVEN:], ctx.each
+        kept = [flat[i : i + each] for i in range(0, len(flat), each)]
+        run = Run(dy, stack, stack, kept)
         with torch.autocast(dy.device.type, enabled=False):
-            return _scan_backward(ctx, dy, dfirst, dstart)
+            dstack, dbegun, dhome, grads = run_backward(
+                ctx.rule, ctx.position, given_inputs(rest[:GIVEN], valid), home, run,
+                dy, dfirst, dstart,
+            )  # fmt: skip
+        shape = dfirst.shape
+        dhome = None if dhome is None else dhome.view(shape)
+        return None, None, None, None, dstack.view(shape), dbegun.view(shape), dhome, *grads
 
 
-def _scan_backward(ctx: Any, dy: Tensor, dfirst: Tensor, dstart: Tensor) -> tuple[Any, ...]:
-    """Segments from the last to the first, each by its hand-written backward."""
-    rule: SelfRule = ctx.rule
-    valid, after, home, *rest = ctx.saved_tensors
-    given, kept = rest[:GIVEN], rest[GIVEN:]
-    each = 2 if ctx.recompute else 2 + TAPE
-    inputs = _inputs(given, valid)
-    b, total, d = inputs.x.shape
-    dstack, dlast = dfirst.reshape(b, -1, d), dstart.reshape(b, -1, d)
-    cuts = list(pieces(rule, ctx.position, total))
-    dstack, dbegun = _join(ctx.ends, dstack, _chosen(ctx.choice, len(cuts), dlast))
-    grads = [None if part is None else torch.empty_like(part) for part in given]
-    dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
-    grads[1], grads[2] = dreadout, dbias
-    dhome = None if home is None else torch.zeros_like(home)
-    constants = shapes(rule.segment, after)
-    for i, piece in reversed(list(enumerate(cuts))):
-        stack, begun, *taped = kept[i * each : (i + 1) * each]
-        begun = stack if begun is None else begun
-        part = take(inputs, piece.tokens)
-        memories = _whole(begun, home)
-        if taped:
-            tape = Tape.of(taped)
-        else:
-            _, tape = forward(rule, part, stack, begun, memories, constants)
-        dpart = dy[:, piece.tokens]
-        some = backward(rule, part, stack, begun, memories, after, tape, dpart, dstack)
-        dstack = some.stack
-        ended = None if ctx.choice is None else _chosen(ctx.choice, i, dlast)
-        for more in (some.begun, some.start, ended):
-            if more is not None:
-                dbegun = more if dbegun is None else dbegun + more
-        dstack, dbegun = _join(piece.fresh, dstack, dbegun)
-        if dhome is not None and some.start is not None:
-            dhome += some.start
-        dreadout += some.readout
-        dbias += some.gates.sum(1)
-        tokenwise = (some.x, None, None, some.k, some.v, some.q, some.gates)
-        for slot, grad in enumerate(tokenwise):
-            room = grads[slot]
-            if room is not None and grad is not None:
-                room[:, piece.tokens] = grad
-        after = stack
-    n = len(rule.names)
-    shape = (b, n, d, d)
-    if dbegun is None:
-        dbegun = torch.zeros_like(dstack)
-    dhome = None if dhome is None else dhome.view(shape)
-    return None, None, None, None, dstack.view(shape), dbegun.view(shape), dhome, *grads
+def given_inputs(given: Sequence[Tensor | None], valid: Tensor | None = None) -> Inputs:
+    """The inputs of the scan from the tensors an operator takes."""
+    x, readout, bias, k, v, q, gates = given
+    if x is None or readout is None or bias is None:
+        raise AssertionError("unreachable: x, readout and bias are tensors")
+    return Inputs(x, readout, bias, k, v, q, gates, valid=valid)
 
 
-def _whole(begun: Tensor, home: Tensor | None) -> Tensor:
+def _fresh_tensors(like: Tensor) -> Shelf:
+    def shelf(_: str, *shape: int) -> Tensor:
+        return like.new_empty(shape)
+
+    return shelf
+
+
+def _ends(rule: SelfRule, position: int, total: int) -> tuple[bool, ...]:
+    """Which memories' chunks end with the last token."""
+    return tuple((position + total) % chunk == 0 for chunk in rule.chunks)
+
+
+def _whole(begun: Tensor, home: Tensor | None, desk: Desk) -> Tensor:
     """The memories where a chunk starts: the stack, or the trained weights plus it."""
-    return begun if home is None else home + begun
+    if home is None:
+        return begun
+    return torch.add(home, begun, out=desk.place("memories", *begun.shape))
 
 
 def _last_segment(rule: SelfRule, position: int, valid: Tensor) -> Tensor:
@@ -178,11 +256,6 @@ def _last_segment(rule: SelfRule, position: int, valid: Tensor) -> Tensor:
 def _chosen(choice: Tensor | None, segment: int, grad: Tensor) -> Tensor:
     """The gradient of the items whose last chunk starts with this segment."""
     return grad if choice is None else torch.where((choice == segment).view(-1, 1, 1), grad, 0.0)
-
-
-def _inputs(given: Any, valid: Tensor | None) -> Inputs:
-    x, readout, bias, k, v, q, gates = given
-    return Inputs(x, readout, bias, k, v, q, gates, valid=valid)
 
 
 def _join(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nestling.scan.self_modifying_tape import Grads, Shapes, Tape
+from nestling.scan.self_modifying_tape import Desk, Grads, Tape
 from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule
 
 __all__ = ["backward", "forward", "one_token"]
@@ -35,10 +35,10 @@ def _length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(EPS).rsqrt_()
 
 
-def _unit_back(dy: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Through `y = x scale`, the normalisation of the last dimension."""
-    along = (dy * y).sum(-1, keepdim=True)
-    return torch.addcmul(dy, y, along, value=-1).mul_(scale)
+def _unit_back_(dy: Tensor, y: Tensor, scale: Tensor, desk: Desk) -> Tensor:
+    """Through `y = x scale`, the normalisation of the last dimension; in the place of `dy`."""
+    along = torch.mul(dy, y, out=desk.place("some", *dy.shape)).sum(-1, keepdim=True)
+    return dy.addcmul_(y, along, value=-1).mul_(scale)
 
 
 def _rows(rule: SelfRule, name: str, stack: Tensor) -> Tensor | None:
@@ -48,10 +48,10 @@ def _rows(rule: SelfRule, name: str, stack: Tensor) -> Tensor | None:
 
 
 def _project(
-    rule: SelfRule, part: Inputs, start: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    b, size, d = part.x.shape
-    kv = part.x.new_empty(b, 2 * size, d)
+    rule: SelfRule, part: Inputs, start: Tensor, kv: Tensor
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """k and v in `kv`, q, and the scales of those that memories make."""
+    size = part.x.shape[1]
     rooms = {"k": kv[:, :size], "v": kv[:, size:]}
     scales: list[Tensor | None] = []
     q = part.q
@@ -71,7 +71,7 @@ def _project(
             torch.mul(raw, scale, out=rooms[name])
     if q is None:
         raise ValueError("q is no memory of this rule, so Inputs.q must be given")
-    return kv, q, (scales[0], scales[1], scales[2])
+    return q, (scales[0], scales[1], scales[2])
 
 
 def _sights(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
@@ -90,15 +90,16 @@ def _gates(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
 
 
 def _errors(
-    rule: SelfRule, kv: Tensor, begun: Tensor, start: Tensor, many: int
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Errors of all memories [b, C, N, d], and what made them; `K begun^T` where it was needed."""
-    size, d = kv.shape[1] // 2, kv.shape[2]
-    own = own_scale = seen = short = None
-    if rule.own_values:
-        own = (kv[:, size:] @ start.mT).unflatten(2, (many, d))
+    rule: SelfRule, kv: Tensor, begun: Tensor, start: Tensor, own: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Errors of all memories [b, C, N, d], and what made them, `own` values among them (which are
+    written here); `K begun^T` where it was needed."""
+    size, d, many = kv.shape[1] // 2, kv.shape[2], len(rule.names)
+    own_scale = seen = short = None
+    if own is not None:
+        torch.bmm(kv[:, size:], start.mT, out=own.flatten(2))
         own_scale = _length(own)
-        u = own = own * own_scale
+        u = own.mul_(own_scale)
     else:
         u = kv[:, size:].unsqueeze(2).expand(-1, -1, many, -1)
     if rule.objective == "l2":
@@ -108,15 +109,16 @@ def _errors(
         short = torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(rule.clip)
         short = rule.clip / short
         u = u * short
-    return u, own, own_scale, short, seen
+    return u, own_scale, short, seen
 
 
 def one_token(
     rule: SelfRule, part: Inputs, stack: Tensor, begun: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A segment of one token without a tape: its read [b, 1, d], the stack after it (Eq. 88)."""
-    d = part.x.shape[2]
-    kv, q, _ = _project(rule, part, start)
+    b, _, d = part.x.shape
+    kv = part.x.new_empty(b, 2, d)
+    q, _ = _project(rule, part, start, kv)
     k = kv[:, :1]
     y = q @ (begun if rule.read_start else stack)[:, :d].mT
     sig = _gates(rule, part, start)
@@ -125,7 +127,8 @@ def one_token(
     if part.valid is not None:
         eta = eta.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
         retain = retain.masked_fill_(~part.valid.unsqueeze(-1), 1.0)
-    u, _, _, _, seen = _errors(rule, kv, begun, start, stack.shape[1] // d)
+    own = kv.new_empty(b, 1, len(rule.names), d) if rule.own_values else None
+    u, _, _, seen = _errors(rule, kv, begun, start, own)
     w = u.flatten(2)
     if rule.erase:
         w = w - (k @ stack.mT if seen is None or begun is not stack else seen)
@@ -138,13 +141,14 @@ def forward(
     stack: Tensor,
     begun: Tensor,
     start: Tensor,
-    shapes: Shapes,
+    desk: Desk,
 ) -> tuple[Tensor, Tape]:
     """The stack after a segment, and its tape (with the reads)."""
-    size, d = part.x.shape[1:]
-    lower, eye = shapes.lower[:size, :size], shapes.eye[:size, :size]
-    many = stack.shape[1] // d
-    kv, q, scales = _project(rule, part, start)
+    b, size, d = part.x.shape
+    lower, eye = desk.lower[:size, :size], desk.eye[:size, :size]
+    rows = (b, size, stack.shape[1])
+    kv = desk.keep("kv", b, 2 * size, d)
+    q, scales = _project(rule, part, start, kv)
     k = kv[:, :size]
     sig = _gates(rule, part, start)
     retain = sig[..., 1] * (rule.retain_max - RETAIN_MIN) + RETAIN_MIN
@@ -155,29 +159,37 @@ def forward(
     eta = eta.unsqueeze(-1)
     g = log.cumsum(-1)
     past = g - log
-    gap = (past.unsqueeze(-1) - g.unsqueeze(-2)).add_(lower).exp_()
+    gap = torch.sub(past.unsqueeze(-1), g.unsqueeze(-2), out=desk.keep("gap", b, size, size))
+    gap.add_(lower).exp_()
     before, tail = past.exp_().unsqueeze(-1), (g[:, -1:] - g).exp_().unsqueeze(-1)
     whole = g[:, -1, None, None].exp()
-    u, own, own_scale, short, seen = _errors(rule, kv, begun, start, many)
+    own = desk.keep("own", b, size, len(rule.names), d) if rule.own_values else None
+    u, own_scale, short, seen = _errors(rule, kv, begun, start, own)
     flat = u.flatten(2)
     inverse = None
     if rule.erase:
         if seen is None or begun is not stack:
-            seen = k @ stack.mT
-        right = torch.addcmul(flat, seen, before, value=-1).mul_(eta)
-        system = (k @ k.mT).mul_(gap).mul_(eta)
+            seen = torch.bmm(k, stack.mT, out=desk.place("rows", *rows))
+        right = torch.addcmul(flat, seen, before, value=-1, out=seen).mul_(eta)
+        system = torch.bmm(k, k.mT, out=desk.place("square", b, size, size)).mul_(gap).mul_(eta)
         inverse = torch.linalg.solve_triangular(
-            system, eye.expand_as(system), upper=False, unitriangular=True
+            system,
+            eye.expand_as(system),
+            upper=False,
+            unitriangular=True,
+            out=desk.keep("inverse", b, size, size),
         )
-        w = inverse @ right
+        w = torch.bmm(inverse, right, out=desk.keep("w", *rows))
     else:
-        w = flat * eta
+        w = torch.mul(flat, eta, out=desk.keep("w", *rows))
     if rule.read_start:
         y = q @ begun[:, :d].mT
     else:
         y = (q @ stack[:, :d].mT).mul_(before)
-        y.baddbmm_((q @ k.mT).mul_(gap), w[..., :d])
-    after = torch.baddbmm(stack * whole, (w * tail).mT, k)
+        alike = torch.bmm(q, k.mT, out=desk.place("square", b, size, size))
+        y.baddbmm_(alike.mul_(gap), w[..., :d])
+    faded = torch.mul(w, tail, out=desk.place("rows", *rows))
+    after = torch.mul(stack, whole, out=desk.keep("after", *stack.shape)).baddbmm_(faded.mT, k)
     return after, Tape(
         kv, scales, q, sig, eta, gap, before, tail, whole, inverse, own, own_scale, u, short, w, y
     )
@@ -193,43 +205,50 @@ def backward(
     tape: Tape,
     dy: Tensor,
     dafter: Tensor,
+    desk: Desk,
 ) -> Grads:
     """All gradients of a segment from those of its reads and of the stack after it."""
-    size, d = part.x.shape[1:]
+    b, size, d = part.x.shape
     k = tape.kv[:, :size]
     same = begun is stack
+    token, rows, square = (b, size, d), tape.w.shape, (b, size, size)
     # End of the segment and reads.
-    dw = (k @ dafter.mT).mul_(tape.tail)
-    dk = (tape.w * tape.tail) @ dafter
-    dstack = dafter * tape.whole
-    dbegun = dstack if same else torch.zeros_like(stack)
-    dstart = dbegun if start is begun else torch.zeros_like(stack)
-    log = (after * dafter).sum((1, 2)).unsqueeze(-1)  # <S', dS'>
+    dw = torch.bmm(k, dafter.mT, out=desk.place("dw", *rows)).mul_(tape.tail)
+    faded = torch.mul(tape.w, tape.tail, out=desk.place("rows", *rows))
+    dk = torch.bmm(faded, dafter, out=desk.place("dk", *token))
+    dstack = desk.place("dstack", *stack.shape)
+    both = torch.mul(after, dafter, out=desk.place("stack", *stack.shape))
+    log = both.sum((1, 2)).unsqueeze(-1)  # <S', dS'>
+    torch.mul(dafter, tape.whole, out=dstack)
+    dbegun = dstack if same else desk.place("dbegun", *stack.shape).zero_()
+    dstart = dbegun if start is begun else desk.place("dstart", *stack.shape).zero_()
     if rule.read_start:
         dq = dy @ begun[:, :d]
-        dbegun[:, :d].baddbmm_(dy.mT, tape.q)
-        moving = torch.zeros_like(log)
+        dbegun[:, :d] += dy.mT @ tape.q
+        moving = torch.zeros_like(tape.sig[..., 0])
     else:
-        faded = dy * tape.before
-        dstack[:, :d].baddbmm_(faded.mT, tape.q)
-        dw[..., :d].baddbmm_((tape.q @ k.mT).mul_(tape.gap).mT, dy)
-        cross = (dy @ tape.w[..., :d].mT).mul_(tape.gap)
-        dq = torch.baddbmm(cross @ k, faded, stack[:, :d])
+        faded = torch.mul(dy, tape.before, out=desk.place("faded", *token))
+        dstack[:, :d] += torch.bmm(faded.mT, tape.q, out=desk.place("matrix", b, d, d))
+        alike = torch.bmm(tape.q, k.mT, out=desk.place("square", *square)).mul_(tape.gap)
+        dw[..., :d] += torch.bmm(alike.mT, dy, out=desk.place("some", *token))
+        cross = torch.bmm(dy, tape.w[..., :d].mT, out=desk.place("square", *square))
+        cross.mul_(tape.gap)
+        dq = torch.bmm(cross, k, out=desk.place("dq", *token)).baddbmm_(faded, stack[:, :d])
         dk.baddbmm_(cross.mT, tape.q)
-        moving = (dy * tape.y).sum(-1)  # [b, C]
+        moving = torch.mul(dy, tape.y, out=desk.place("some", *token)).sum(-1)  # [b, C]
     # The triangular system.
     drhs = dw
     if tape.inverse is not None:
-        drhs = tape.inverse.mT @ dw
-    z = (drhs * tape.w).sum(-1)  # d log beta
+        drhs = torch.bmm(tape.inverse.mT, dw, out=desk.place("drhs", *rows))
+    z = torch.mul(drhs, tape.w, out=desk.place("rows", *rows)).sum(-1)  # d log beta
     du = drhs.mul_(tape.eta)
     dseen = None
     if tape.inverse is not None:
-        pair = (du @ tape.w.mT).mul_(tape.gap)
+        pair = torch.bmm(du, tape.w.mT, out=desk.place("square", *square)).mul_(tape.gap)
         dk.baddbmm_(pair + pair.mT, k, alpha=-1)
-        dseen = du * (-tape.before)
+        dseen = torch.mul(du, -tape.before, out=desk.place("dseen", *rows))
     # Errors.
-    dseen_begun, dv, down, along = _errors_back(rule, tape, du, dseen if same else None)
+    dseen_begun, dv, down, along = _errors_back(rule, tape, du, dseen if same else None, desk)
     if dseen is not None and not same:
         dk.baddbmm_(dseen, stack)
         dstack.baddbmm_(dseen.mT, k)
@@ -237,7 +256,7 @@ def backward(
         dk.baddbmm_(dseen_begun, begun)
         dbegun.baddbmm_(dseen_begun.mT, k)
     if down is not None:
-        dv = down @ start
+        dv = torch.bmm(down, start, out=desk.place("dv", *token))
         dstart.baddbmm_(down.mT, tape.kv[:, size:])
     # Gates: d log alpha_t = <S', dS'> + sum behind t of (dy . y - dU . U).
     moving = moving - along
@@ -248,7 +267,7 @@ def backward(
     draw = torch.stack([z * slope[..., 0], dretain / retain], -1)  # [b, C, 2]
     if part.valid is not None:
         draw.masked_fill_(~part.valid.unsqueeze(-1), 0.0)
-    dx, dreadout, given = _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstart)
+    dx, dreadout, given = _project_back(rule, part, start, tape, draw, (dk, dv, dq), dstart, desk)
     return Grads(
         dstack,
         None if same else dbegun,
@@ -261,12 +280,13 @@ def backward(
 
 
 def _errors_back(
-    rule: SelfRule, tape: Tape, du: Tensor, dseen: Tensor | None
+    rule: SelfRule, tape: Tape, du: Tensor, dseen: Tensor | None, desk: Desk
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Through the errors: gradients of `K begun^T` (added to `dseen`), of v where it is shared, of
     the memories' answers to v; and `dU . U`, [b, C]."""
     wide = du.view(tape.u.shape)
-    dots = (wide * tape.u).sum(-1, keepdim=True)  # [b, C, N, 1]
+    room = desk.place("rows", *du.shape).view(tape.u.shape)
+    dots = torch.mul(wide, tape.u, out=room).sum(-1, keepdim=True)  # [b, C, N, 1]
     along = dots.sum((2, 3))
     derror = wide
     if tape.short is not None:
@@ -278,7 +298,7 @@ def _errors_back(
         return dseen, derror.sum(2), None, along
     if tape.short is not None:
         dots = (derror * tape.own).sum(-1, keepdim=True)
-    down = torch.addcmul(derror, tape.own, dots, value=-1).mul_(tape.own_scale)
+    down = torch.addcmul(derror, tape.own, dots, value=-1, out=room).mul_(tape.own_scale)
     return dseen, None, down.flatten(2), along
 
 
@@ -290,6 +310,7 @@ def _project_back(
     draw: Tensor,
     grads: tuple[Tensor, Tensor | None, Tensor],
     dstart: Tensor,
+    desk: Desk,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Through the projections and the gates' read-outs to x and to the weights at the start."""
     size = part.x.shape[1]
@@ -303,7 +324,8 @@ def _project_back(
             dreadout[:, i : i + 1] = look @ rows.mT
             into = _rows(rule, name, dstart)
             if into is not None:
-                into.baddbmm_(part.readout[:, i : i + 1].mT, look)
+                outer = desk.place("matrix", *into.shape)
+                into += torch.mul(part.readout[:, i : i + 1].mT, look, out=outer)
     given: list[Tensor | None] = []
     known = (tape.kv[:, :size], tape.kv[:, size:], tape.q)
     for name, grad, y, scale in zip(("k", "v", "q"), grads, known, tape.scales, strict=True):
@@ -311,8 +333,8 @@ def _project_back(
         if rows is None or into is None or scale is None or grad is None:
             given.append(grad)
             continue
-        graw = _unit_back(grad, y, scale)
+        graw = _unit_back_(grad, y, scale, desk)
         given.append(None if getattr(part, name) is None else graw)
         dx.baddbmm_(graw, rows)
-        into.baddbmm_(graw.mT, part.x)
+        into += torch.bmm(graw.mT, part.x, out=desk.place("matrix", *into.shape))
     return dx, dreadout, given

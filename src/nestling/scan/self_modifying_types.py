@@ -6,7 +6,8 @@ F hidden width of a 2-layer memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class SelfRule:
     chunk: int = 64
     chunk_others: int = 64
     read_start: bool = False
+    text: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.adaptive if name not in ADAPTIVE]
@@ -109,6 +111,14 @@ class SelfRule:
                 "chunk and chunk_others must be at least 1 and one a multiple of the other;"
                 f" got {self.chunk} and {self.chunk_others}"
             )
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "text", json.dumps(options))
+
+    @staticmethod
+    def of(text: str) -> SelfRule:
+        """The rule that has this `text`: operators take plain values only."""
+        options = json.loads(text)
+        return SelfRule(**options | {"adaptive": tuple(options["adaptive"])})
 
     @property
     def names(self) -> tuple[str, ...]:
