@@ -28,6 +28,7 @@ CONFIGURATIONS = {
     "matrix, dot, momentum": {"momentum": True},
     "2-layer, l2": {"objective": "l2", "expansion": 1},
     "matrix, dot, steered": {"steering": 4},
+    "matrix, dot, a head that adds": {"adding": 1},
 }
 
 

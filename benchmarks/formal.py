@@ -34,17 +34,26 @@ STEPS, LONGER, BATCH = 600, {"shuffle-2": 2400}, 16
 TUNING_SEED, SEEDS, FRESH = 100, (10, 11, 12, 13, 14), {"shuffle-2": (15, 16, 17, 18, 19)}
 SHORT, LONG = (2, 25), (26, 50)
 
-# Chunk 1 without the residual form is Eq. 83-88 to the letter; rates up to twice the retention let
-# a write flip a sign. One head starts with slow writes, one with writes that replace.
-HOPE = {
+# Rates up to twice the retention let a write flip a sign. One head starts with slow writes, one
+# with writes that replace. Chunk 1 without the residual form is Eq. 83-88 to the letter.
+PRINTED = {
     "chunk": 1,
     "chunk_others": 1,
     "negative": True,
     "rates": (0.01, 1.0),
     "residual": False,
 }
+# The slow head adds and forgets nothing, so that it can count; memories make rates and retentions.
+HOPE = PRINTED | {
+    "residual": True,
+    "adaptive": ("eta", "alpha"),
+    "adding": 1,
+    "retain": 0.99995,
+    "retain_max": 0.99999,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hope": ("hope", HOPE),
+    "hope_printed": ("hope", PRINTED),
     "transformer": ("transformer", {"rope": 0.0, "conv": 4}),
     "linear": ("linear", {}),
     "deltanet": ("deltanet", {}),
@@ -116,12 +125,14 @@ def run(jobs: list[Job]) -> list[dict[str, Any]]:
 def groups(jobs: list[Job], store: Store) -> list[list[Job]]:
     """Jobs that are still to do; Hope's of one language go five at a time, in lockstep."""
     left = [job for job in jobs if job.key not in store]
-    hope = [job for job in left if job.arm == "hope"]
+    cells: dict[tuple[str, str], list[Job]] = {}
+    for job in left:
+        cells.setdefault((job.arm, job.language), []).append(job)
     parts = []
-    for language in LANGUAGES:
-        same = [job for job in hope if job.language == language]
-        parts += [same[i : i + 5] for i in range(0, len(same), 5)]
-    return parts + [[job] for job in left if job.arm != "hope"]
+    for (arm, _), same in cells.items():
+        size = 5 if MODELS[arm][0] == "hope" else 1
+        parts += [same[i : i + size] for i in range(0, len(same), size)]
+    return parts
 
 
 def work(jobs: list[Job], store: Store) -> None:

@@ -36,6 +36,7 @@ MEMORIES = {
     "self-modifying, convolutions apart": lambda: m.SelfModifying(_self(conv_each=True)),
     "self-modifying, steered": lambda: m.SelfModifying(_self(steering=3)),
     "self-modifying, steered rates": lambda: m.SelfModifying(_self(steering=3, adaptive=("eta",))),
+    "self-modifying, a head that adds": lambda: m.SelfModifying(_self(adding=1, negative=True)),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 

@@ -1,4 +1,4 @@
-"""Where the rates of self-modifying memories start."""
+"""Where the gates of self-modifying memories start, and what heads do with their writes."""
 
 from __future__ import annotations
 
@@ -27,3 +27,27 @@ def test_rates_are_spread_over_the_heads():
 def test_rates_stay_within_what_the_gate_can_say(rates):
     with pytest.raises(ValueError, match="rates must be two numbers between 0 and 1"):
         SelfModifyingConfig(width=24, heads=3, rates=rates)
+
+
+def test_retention_starts_where_it_is_told():
+    memory = SelfModifying(SelfModifyingConfig(width=24, heads=3, retain=0.9, retain_max=0.999))
+    started = memory.rule.retain(memory.bias[:, 1]).tolist()
+    assert started == pytest.approx([0.9] * 3, rel=1e-3)
+
+
+@torch.no_grad()
+def test_a_head_that_adds_counts_and_one_that_erases_settles():
+    """The same token again and again: its writes add up, or replace each other."""
+    torch.manual_seed(0)
+    gates = {"rates": (0.5, 0.5), "retain": 0.99999, "retain_max": 0.999999}
+    memory = SelfModifying(
+        SelfModifyingConfig(width=16, heads=2, adaptive=(), adding=1, conv=1, **gates)
+    )
+    token = torch.randn(1, 1, 16)
+    norms = {
+        n: memory(token.expand(1, n, 16))[1].weights.first[0, :, 0].norm(dim=(-2, -1))
+        for n in (30, 60)
+    }
+    adds, erases = (norms[60] / norms[30]).tolist()
+    assert adds == pytest.approx(2, rel=1e-3)
+    assert erases == pytest.approx(1, rel=1e-3)

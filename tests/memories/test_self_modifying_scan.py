@@ -9,14 +9,16 @@ from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.memories.self_modifying_naive import scan_naive
 from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying_function import STARTS, TAPES
+from nestling.scan.self_modifying_function import GIVEN, STARTS, TAPES
 from nestling.scan.self_modifying_op import scan_operator
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
 
 
-def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, residual=False):
+def case(
+    rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, residual=False, adding=False
+):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -46,6 +48,7 @@ def case(rule, tokens, *, deep=False, momentum=False, seed=0, valid=False, resid
         torch.tensor([[0.0, 2.0]], dtype=torch.float64).expand(B, 2).clone(),
         **given,
         gates=draw(B, tokens, 2) if residual else None,
+        erase=torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64) if adding else None,
         theta=torch.sigmoid(draw(B, tokens)) if momentum else None,
         valid=mask,
         initial=initial,
@@ -72,7 +75,7 @@ def compare(rule, tokens, position, function=scan_self_modifying, **options):
     naive = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
     for scan, where in ((scan_naive, naive), (function, mine)):
         inputs, weights, start = case(rule, tokens, **options)
-        params = leaves(inputs, weights, start)
+        params = leaves(inputs._replace(erase=None), weights, start)  # what it erases is constant
         for p in params:
             p.requires_grad_(True)
         y, w, s = scan(rule, inputs, weights, start, where)
@@ -131,16 +134,16 @@ def test_the_operator_of_compiled_models(name, recompute):
 
     for tokens, position in ((12, 0), (11, 0), (5, 3), (6, 6)):
         compare(RULES[name], tokens, position, operator, residual=name != "stage 1")
+        compare(RULES[name], tokens, position, operator, adding=True)
 
 
 def test_the_operator_keeps_to_the_rules_of_torch():
     inputs, weights, start = case(RULES["stage 3"], 8, residual=True)
-    given = (inputs.x, inputs.readout, inputs.bias, inputs.k, inputs.v, inputs.q, inputs.gates)
-    parts = (weights.first, start.first, inputs.initial.first, *given)
+    parts = (weights.first, start.first, inputs.initial.first, *inputs[: GIVEN - 1])
     for part in parts:
         part.requires_grad_()
     for keep in (STARTS, TAPES):
-        arguments = (RULES["stage 3"].text, 0, keep, *parts)
+        arguments = (RULES["stage 3"].text, 0, keep, *parts, None)
         torch.library.opcheck(torch.ops.nestling.self_modifying.default, arguments)
 
 
@@ -159,6 +162,13 @@ def test_momentum(name, deep):
 
 
 @pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"residual": True}])
+@pytest.mark.parametrize("name", ["stage 1", "stage 3", "l2", "slow others", "no erase"])
+def test_heads_that_add_beside_heads_that_erase(name, options):
+    for tokens, position in ((9, 0), (5, 3), (7, [0, 3, 11])):
+        compare(RULES[name], tokens, position, adding=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"residual": True}])
 def test_padding_and_different_positions(options):
     for name in ("l2", "slow others", "slow memory"):
         compare(RULES[name], 9, 2, valid=True, **options)
@@ -173,7 +183,8 @@ def test_padding_and_different_positions(options):
 def test_one_token_without_gradients(name, position):
     """Generation takes a path of its own."""
     for valid, residual in ((False, False), (True, False), (False, True), (True, True)):
-        inputs, weights, start = case(RULES[name], 1, valid=valid, residual=residual)
+        options = {"valid": valid, "residual": residual, "adding": residual}
+        inputs, weights, start = case(RULES[name], 1, **options)
         where = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
         want = scan_naive(RULES[name], inputs, weights, start, where)
         mine = where if isinstance(position, list) or valid else position

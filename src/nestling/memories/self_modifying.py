@@ -18,7 +18,7 @@ from nestling.memories.state import state_start, tree_map
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
 
@@ -44,6 +44,8 @@ class SelfModifyingConfig:
         rates of its own, slowly, so its reads also tell how long it has been learning.
     rates: where rates start in the first and in the last head, with geometric steps between. High
         ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
+    retain: where retention starts; by default a write survives 256 tokens (0.9985^256 = 0.68).
+    adding: so many heads, the first ones, do not erase: what they write adds up, and so they count.
     conv_each: the causal convolution acts on each projection instead of once before them.
     recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
         less memory, about a third more time in the scan.
@@ -64,7 +66,9 @@ class SelfModifyingConfig:
     chunk_others: int = 64
     read_start: bool = False
     retain_max: float = 0.9999
+    retain: float = 0.9985
     rates: tuple[float, float] = (0.1, 0.1)
+    adding: int = 0
     clip: float = 1.0
     conv: int = 4
     conv_each: bool = False
@@ -87,6 +91,14 @@ class SelfModifyingConfig:
         most = self.rule.rate_max  # (making the rule checks the rest)
         if len(self.rates) != 2 or not all(0 < rate < most for rate in self.rates):
             raise ValueError(f"rates must be two numbers between 0 and {most:g}; got {self.rates}")
+        if not RETAIN_MIN < self.retain < 1:
+            raise ValueError(f"retain must be between {RETAIN_MIN:g} and 1; got {self.retain}")
+        whole_number("adding", self.adding, least=0)
+        if self.adding > self.heads or (self.adding and not self.erase):
+            raise ValueError(
+                f"adding counts heads that do not erase, of {self.heads} that do by default; got"
+                f" adding={self.adding} with erase={self.erase}"
+            )
 
     @property
     def rule(self) -> SelfRule:
@@ -119,9 +131,8 @@ class SelfModifyingState(NamedTuple):
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 """What is added to the projections of a memory that is not steered."""
 
-RETAIN, THETA, REACH = 0.9985, 0.9, 0.1
-"""Where the gates start: a write survives 256 tokens (0.9985^256 = 0.68); THETA is the largest.
-REACH is how far memories move unit projections at first."""
+THETA, REACH = 0.9, 0.1
+"""The momentum's largest gate, and how far memories move unit projections at first."""
 
 
 class SelfModifying(Memory):
@@ -161,11 +172,11 @@ class SelfModifying(Memory):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random initial memories that keep lengths; gates where a write survives 256 tokens."""
+        """Random initial memories that keep lengths; gates as configured."""
         size = self.first.shape[-1]
         slow, fast = (math.log(rate) for rate in self.config.rates)
         rate = torch.linspace(slow, fast, self.config.heads).exp() / self.rule.rate_max
-        retain = min(RETAIN / self.rule.retain_max, RETAIN)
+        retain = min(self.config.retain / self.rule.retain_max, self.config.retain)
         with torch.no_grad():
             nn.init.normal_(self.readout, std=0.1 / math.sqrt(size))
             self.bias[:, 0] = torch.log(rate / (1 - rate))
@@ -259,7 +270,7 @@ class SelfModifying(Memory):
         rows = torch.stack([w.detach().norm(dim=-1).max() for w in pairs])
         if self.config.momentum:
             most = rate * a * c / (1 - THETA) / (1 - a)
-        elif rate > 1 or not self.rule.erase:
+        elif rate > 1 or not self.rule.erase or self.config.adding:
             most = rate * a * c / (1 - a)
         else:
             most = a * c / math.sqrt(1 - a * a)
@@ -296,9 +307,14 @@ class SelfModifying(Memory):
         )
         if valid is not None:
             valid = valid.repeat_interleave(heads, 0)
+        erase = None
+        if self.config.adding:
+            head = torch.arange(heads, device=x.device)
+            erase = (head >= self.config.adding).to(x.dtype).repeat(batch)
         return Inputs(
-            x, readout, bias, **given, gates=gates, theta=theta, valid=valid, initial=initial
-        )
+            x, readout, bias, **given,
+            gates=gates, erase=erase, theta=theta, valid=valid, initial=initial,
+        )  # fmt: skip
 
     def _initial(self, batch: int, device: torch.device, dtype: torch.dtype) -> Weights:
         """The trained initial weights for every sequence, [B, H, N, ., .]."""
@@ -321,6 +337,7 @@ def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
         chunk=config.chunk_others,
         chunk_others=config.chunk_others,
         retain_max=config.retain_max,
+        retain=config.retain,
         clip=config.clip,
         rates=(RATE, RATE),
         conv=1,

@@ -125,6 +125,8 @@ def learn(
         write = real[:, None, None] * moved
     kept = alpha * weight
     if rule.erase:
+        if token.erase is not None:
+            eta = eta * token.erase[:, None, None]
         kept = kept - eta * torch.einsum("bij,bj->bi", weight, x)[:, :, None] * x[:, None, :]
     return kept + write, moved
 
@@ -181,6 +183,7 @@ def _token(inputs: Inputs, t: int) -> Inputs:
         v=pick(inputs.v),
         q=pick(inputs.q),
         gates=pick(inputs.gates),
+        erase=inputs.erase,
         theta=pick(inputs.theta),
         valid=pick(inputs.valid),
         initial=inputs.initial,

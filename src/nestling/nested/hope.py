@@ -201,10 +201,11 @@ def _checked(block: Block, chunks: Sequence[int]) -> SelfModifying:
     if not isinstance(mixer, SelfModifying):
         raise TypeError(f"hope_block needs a self-modifying mixer, got {type(mixer).__name__}")
     config = mixer.config
-    plain = not (config.expansion or config.momentum or config.residual)
+    plain = not (config.expansion or config.momentum or config.residual or config.adding)
     if not plain or (config.chunk, config.chunk_others) != (1, 1):
         raise ValueError(
-            "hope_block: the mixer must have expansion=0, momentum=False, residual=False, chunk=1"
+            "hope_block: the mixer must have expansion=0, momentum=False, residual=False, adding=0,"
+            " chunk=1"
             f" and chunk_others=1; got {config}"
         )
     levels = getattr(block.channel, "levels", ())

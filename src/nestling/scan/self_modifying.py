@@ -92,7 +92,7 @@ def _scan(
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
     known = not rule.adaptive and not rule.own_values and not rule.read_start
-    known = known and inputs.initial is None and inputs.gates is None
+    known = known and inputs.initial is None and inputs.gates is None and inputs.erase is None
     if known and weights.second is not None and inputs.valid is None:
         return _scan_known(rule, inputs, weights, start, position, recompute)
     if fits(rule, inputs, weights, position):
@@ -256,4 +256,4 @@ def _lay_out(inputs: Inputs, place: Tensor, size: int) -> Inputs:
         move(part)
         for part in (inputs.k, inputs.v, inputs.q, inputs.gates, inputs.theta, inputs.valid)
     )
-    return Inputs(x, inputs.readout, inputs.bias, k, v, q, gates, theta, valid, inputs.initial)
+    return inputs._replace(x=x, k=k, v=v, q=q, gates=gates, theta=theta, valid=valid)

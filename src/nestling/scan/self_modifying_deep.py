@@ -25,10 +25,10 @@ __all__ = ["fits", "scan_deep"]
 
 def fits(rule: SelfRule, inputs: Inputs, weights: Weights, position: int) -> bool:
     """Whether `scan_deep` covers this: whole chunks of one size, no padding, no momentum, no
-    trained weights beside the fast ones."""
+    trained weights beside the fast ones, all items alike in what they erase."""
     same = rule.chunk == rule.chunk_others and position % rule.chunk == 0
     plain = inputs.valid is None and weights.moved is None and not rule.read_start
-    plain = plain and inputs.initial is None and inputs.gates is None
+    plain = plain and inputs.initial is None and inputs.gates is None and inputs.erase is None
     return same and plain and weights.second is not None
 
 

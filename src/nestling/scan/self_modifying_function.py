@@ -142,7 +142,7 @@ def run_backward(
     cuts = list(pieces(rule, position, total))
     ends = _ends(rule, position, total)
     dstack, dbegun = _join(ends, dstack, _chosen(choice, len(cuts), dlast))
-    tokenwise = (inputs.x, None, None, inputs.k, inputs.v, inputs.q, inputs.gates)
+    tokenwise = (inputs.x, None, None, inputs.k, inputs.v, inputs.q, inputs.gates, None)
     grads = [None if part is None else torch.empty_like(part) for part in tokenwise]
     dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
     dhome = None if home is None else torch.zeros_like(home)
@@ -171,7 +171,7 @@ def run_backward(
             dhome += some.start
         dreadout += some.readout
         dbias += some.gates.sum(1)
-        found = (some.x, None, None, some.k, some.v, some.q, some.gates)
+        found = (some.x, None, None, some.k, some.v, some.q, some.gates, None)
         for room, grad in zip(grads, found, strict=True):
             if room is not None and grad is not None:
                 room[:, piece.tokens] = grad
@@ -222,10 +222,10 @@ class _Scan(torch.autograd.Function):
 
 def given_inputs(given: Sequence[Tensor | None], valid: Tensor | None = None) -> Inputs:
     """The inputs of the scan from the tensors an operator takes."""
-    x, readout, bias, k, v, q, gates = given
+    x, readout, bias, k, v, q, gates, erase = given
     if x is None or readout is None or bias is None:
         raise AssertionError("unreachable: x, readout and bias are tensors")
-    return Inputs(x, readout, bias, k, v, q, gates, valid=valid)
+    return Inputs(x, readout, bias, k, v, q, gates, erase, valid=valid)
 
 
 def _fresh_tensors(like: Tensor) -> Shelf:

@@ -2,9 +2,9 @@
 
 The memories are one stack of rows, [b, N d, d], so that all of them take one product. With
 `g_t` the running product of retentions, D_ts = g_{t-1} / g_s for s < t (else 0), and eta, alpha, k
-shared by all memories:
+shared by all memories, and e = 1 (`Inputs.erase` may say less):
 
-    w = (I + eta D (K K^T))^-1 eta (U - g_{t-1} K S^T)         rows written, [C, N d]
+    w = (I + eta e D (K K^T))^-1 eta (U - e g_{t-1} K S^T)     rows written, [C, N d]
     S' = g_C S + (g_C/g_t w)^T K                               the stack after the segment
     y = g_{t-1} Q S_mem^T + (D (Q K^T)) w_mem                  reads
 
@@ -131,7 +131,8 @@ def one_token(
     u, _, _, seen = _errors(rule, kv, begun, start, own)
     w = u.flatten(2)
     if rule.erase:
-        w = w - (k @ stack.mT if seen is None or begun is not stack else seen)
+        said = k @ stack.mT if seen is None or begun is not stack else seen
+        w = w - (said if part.erase is None else said * part.erase.view(-1, 1, 1))
     return y, torch.baddbmm(stack * retain, (w * eta).mT, k)
 
 
@@ -170,8 +171,11 @@ def forward(
     if rule.erase:
         if seen is None or begun is not stack:
             seen = torch.bmm(k, stack.mT, out=desk.place("rows", *rows))
-        right = torch.addcmul(flat, seen, before, value=-1, out=seen).mul_(eta)
-        system = torch.bmm(k, k.mT, out=desk.place("square", b, size, size)).mul_(gap).mul_(eta)
+        erased, rate = (
+            p if part.erase is None else p * part.erase.view(-1, 1, 1) for p in (before, eta)
+        )
+        right = torch.addcmul(flat, seen, erased, value=-1, out=seen).mul_(eta)
+        system = torch.bmm(k, k.mT, out=desk.place("square", b, size, size)).mul_(gap).mul_(rate)
         inverse = torch.linalg.solve_triangular(
             system,
             eye.expand_as(system),
@@ -245,8 +249,12 @@ def backward(
     dseen = None
     if tape.inverse is not None:
         pair = torch.bmm(du, tape.w.mT, out=desk.place("square", *square)).mul_(tape.gap)
+        erased = tape.before
+        if part.erase is not None:
+            share = part.erase.view(-1, 1, 1)
+            pair, erased = pair.mul_(share), erased * share
         dk.baddbmm_(pair + pair.mT, k, alpha=-1)
-        dseen = torch.mul(du, -tape.before, out=desk.place("dseen", *rows))
+        dseen = torch.mul(du, -erased, out=desk.place("dseen", *rows))
     # Errors.
     dseen_begun, dv, down, along = _errors_back(rule, tape, du, dseen if same else None, desk)
     if dseen is not None and not same:

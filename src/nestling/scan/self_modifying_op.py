@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nestling.scan.self_modifying_function import (
+    GIVEN,
     NOTHING,
     STARTS,
     TAPES,
@@ -42,8 +43,7 @@ def scan_operator(
     ragged = position % rule.segment or inputs.x.shape[1] % rule.segment
     keep = STARTS if recompute or ragged else TAPES
     keep = keep if torch.is_grad_enabled() else NOTHING
-    given = (inputs.x, inputs.readout, inputs.bias, inputs.k, inputs.v, inputs.q, inputs.gates)
-    y, after, last, *_ = _scan(rule.text, position, keep, first, start, home, *given)
+    y, after, last, *_ = _scan(rule.text, position, keep, first, start, home, *inputs[:GIVEN])
     return y, after, last
 
 
@@ -67,10 +67,11 @@ def _scan(
     v: Tensor | None,
     q: Tensor | None,
     gates: Tensor | None,
+    erase: Tensor | None,
 ) -> list[Tensor]:
     """Reads, weights, starts; then what is kept of each segment, [S, ...]: the weights after it,
     where its chunks start, a slim tape."""
-    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates))
+    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates, erase))
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         piles = Piles(len(list(pieces(how, position, x.shape[1]))), first)
         shelf = piles if keep == TAPES else None
@@ -112,6 +113,7 @@ def _(
     v: Tensor | None,
     q: Tensor | None,
     gates: Tensor | None,
+    erase: Tensor | None,
 ) -> list[Tensor]:
     how = _rule(rule)
     b, total, d = x.shape
@@ -121,7 +123,7 @@ def _(
     if keep:
         kept = [stack, None if _one_clock(how, position) else stack]
     if keep == TAPES:  # one segment tells the shapes of all
-        part = take(given_inputs((x, readout, bias, k, v, q, gates)), slice(0, how.segment))
+        part = take(given_inputs((x, readout, bias, k, v, q, gates, erase)), slice(0, how.segment))
         _, tape = forward(how, part, stack, stack, stack, Desk(how.segment, stack))
         kept += slim(how, tape.flat())
     piles = [x.new_empty(0) if p is None else p.new_empty(many, *p.shape) for p in kept]
@@ -145,11 +147,12 @@ def _scan_backward(
     v: Tensor | None,
     q: Tensor | None,
     gates: Tensor | None,
+    erase: Tensor | None,
     y: Tensor,
     kept: list[Tensor],
 ) -> list[Tensor]:
     """Gradients of first, start, home and the inputs; empty where there is nothing to derive."""
-    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates))
+    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates, erase))
     b, total, d = x.shape
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         stacks, starts, *tapes = kept
@@ -201,10 +204,11 @@ def _(
     v: Tensor | None,
     q: Tensor | None,
     gates: Tensor | None,
+    erase: Tensor | None,
     y: Tensor,
     kept: list[Tensor],
 ) -> list[Tensor]:
-    given = (first, first, None if home is None else first, x, readout, bias, k, v, q, gates)
+    given = (first, first, None if home is None else first, x, readout, bias, k, v, q, gates, None)
     return [x.new_empty(0) if part is None else torch.empty_like(part) for part in given]
 
 

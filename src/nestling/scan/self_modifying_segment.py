@@ -101,12 +101,14 @@ def _write(
     moved: Tensor | None,
     pair: tuple[Tensor, Tensor],
     rate: Tensor,
+    erase: Tensor | None,
     decay: Decay,
     momenta: _Momenta | None,
 ) -> _Layer:
-    """Solve `w_t = eta_t (u_t - S_{t-1} x_t)` for all tokens of a segment at once.
+    """Solve `w_t = eta_t (u_t - e S_{t-1} x_t)` for all tokens of a segment at once; e is one
+    unless `erase` says less.
 
-    With momentum the pushed rows stand apart and `w_t = -eta_t S_{t-1} x_t`.
+    With momentum the pushed rows stand apart and `w_t = -eta_t e S_{t-1} x_t`.
     """
     x, u = pair
     pushed = rate.unsqueeze(-1) * u
@@ -114,7 +116,8 @@ def _write(
         if not rule.erase:
             return _Layer(weight, None, x, pushed, None)
         alike = x @ x.mT  # [..., C, C]
-        right = u - decay.before.unsqueeze(-1) * (x @ weight.mT)
+        said = decay.before.unsqueeze(-1) * (x @ weight.mT)
+        right = u - (said if erase is None else erase * said)
     else:
         if not rule.erase:
             return _Layer(weight, moved, x, torch.zeros_like(pushed), pushed)
@@ -122,7 +125,9 @@ def _write(
         right = -decay.before.unsqueeze(-1) * (x @ weight.mT)
         right = right - momenta.before_c.unsqueeze(-1) * (x @ moved.mT)
         right = right - (momenta.before_p * alike) @ pushed
+        right = right if erase is None else erase * right
     system = rate.unsqueeze(-1) * decay.ratio * alike  # strictly lower
+    system = system if erase is None else erase * system
     right = rate.unsqueeze(-1) * right
     w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     return _Layer(weight, moved, x, w, None if moved is None else pushed)
@@ -263,8 +268,9 @@ def segment(
     for i, pair in enumerate(_pairs(rule, start, begun, k, v)):
         moved = None if weights.moved is None else weights.moved[i]
         pair = (pair[0].expand(-1, pair[1].shape[1], -1, -1), pair[1])
+        erase = None if part.erase is None else part.erase.view(-1, 1, 1, 1)
         wide_rate = rate.unsqueeze(1)
-        layers.append(_write(rule, weighted[i], moved, pair, wide_rate, wide, wide_momenta))
+        layers.append(_write(rule, weighted[i], moved, pair, wide_rate, erase, wide, wide_momenta))
     if rule.read_start:
         y = recall(begun, part.initial, q)
     else:

@@ -61,6 +61,7 @@ class Inputs(NamedTuple):
     v: Tensor | None = None  # [b, T, d] unit or zero
     q: Tensor | None = None  # [b, T, d] unit or zero
     gates: Tensor | None = None  # [b, T, 2]: of eta, of alpha
+    erase: Tensor | None = None  # [b]: the share of a write's rate that erases, a constant (1)
     theta: Tensor | None = None  # [b, T] in [0, 1): the momentum's gate
     valid: Tensor | None = None  # [b, T] bool: False neither writes nor decays
     initial: Weights | None = None  # trained, where the weights are differences (deviation 22)
@@ -188,6 +189,7 @@ def take(inputs: Inputs, tokens: slice) -> Inputs:
         cut(inputs.v),
         cut(inputs.q),
         cut(inputs.gates),
+        inputs.erase,
         cut(inputs.theta),
         cut(inputs.valid),
         inputs.initial,
