@@ -53,6 +53,8 @@ HOPE = PRINTED | {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hope": ("hope", HOPE),
+    "hope_erasing": ("hope", HOPE | {"adding": 0}),
+    "hope_forgetting": ("hope", HOPE | {"retain": 0.9985, "retain_max": 0.9999}),
     "hope_printed": ("hope", PRINTED),
     "transformer": ("transformer", {"rope": 0.0, "conv": 4}),
     "linear": ("linear", {}),

@@ -28,7 +28,7 @@ from nestling.models import MemoryCache, NestlingForCausalLM, presets
 
 SIZE = presets.Size(width=256, layers=4, heads=4, vocabulary=512, parameters=3_300_000)
 BASELINE = "transformer"
-RETURNING = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # bytes from which a block is a mapping of its own
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # bytes from which a block is mapped by itself
 
 
 def model_of(name: str, *, recompute: bool = False) -> NestlingForCausalLM:

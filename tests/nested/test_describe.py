@@ -13,6 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel
 
 import nestling
+from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.nested import Component, Description, describe
 from nestling.optim import (
     Muon,
@@ -33,6 +34,13 @@ def test_a_llama_with_adamw():
     assert description["model.layers.0-2.mlp"].copies == 3
     assert description["model.layers.0-2.mlp"].needs == tuple(moments)
     assert description.level_of("lm_head") == 1
+
+
+def test_heads_that_add_are_told_from_those_that_erase():
+    memory = SelfModifying(SelfModifyingConfig(width=8, heads=2, adding=1))
+    assert describe(memory)["SelfModifying (memory)"].objective.endswith(
+        "without erasing in 1 of 2 heads"
+    )
 
 
 def test_experts_of_all_layers_are_one_component_until_their_paces_differ():

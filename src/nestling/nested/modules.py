@@ -160,13 +160,16 @@ def _self_modifying(module: SelfModifying, name: str) -> Iterator[Component]:
     size = (_size(module, "weights.first") + _size(module, "weights.second")) // many
     target = "-<M k, v>" if config.objective == "dot" else "|M k - v|^2 / 2"
     values = "values it generates itself" if config.own_values else "given values"
+    how = ", by delta gradient descent" if config.erase else ""
+    if config.adding:
+        how += f", without erasing in {config.adding} of {config.heads} heads"
     memory = Component(
         name=f"{name} (memory)",
         kind="memory",
         clock="token",
         chunk=config.chunk if config.read_start else 1,
         state=size,
-        objective=target + (", by delta gradient descent" if config.erase else ""),
+        objective=target + how,
         context=f"keys, {values}",
         transfer=START,
     )
