@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,20 @@ PRINTED = {
     "rates": (0.01, 1.0),
     "residual": False,
 }
-# The slow head adds and forgets nothing, so that it can count; memories make rates and retentions.
-HOPE = PRINTED | {
+# The slow heads add and forget nothing, so that they count; memories make rates and retentions.
+TWO = PRINTED | {
     "residual": True,
     "adaptive": ("eta", "alpha"),
     "adding": 1,
     "retain": 0.99995,
     "retain_max": 0.99999,
 }
+HOPE = TWO | {"heads": 4, "adding": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hope": ("hope", HOPE),
-    "hope_erasing": ("hope", HOPE | {"adding": 0}),
-    "hope_forgetting": ("hope", HOPE | {"retain": 0.9985, "retain_max": 0.9999}),
+    "hope_two": ("hope", TWO),
+    "hope_erasing": ("hope", TWO | {"adding": 0}),
+    "hope_forgetting": ("hope", TWO | {"retain": 0.9985, "retain_max": 0.9999}),
     "hope_printed": ("hope", PRINTED),
     "transformer": ("transformer", {"rope": 0.0, "conv": 4}),
     "linear": ("linear", {}),
@@ -88,8 +90,10 @@ class Job:
     def build(self) -> torch.nn.Module:
         """The untrained model."""
         name, options = MODELS[self.arm]
+        heads = options.get("heads", SIZE.heads)
+        options = {key: value for key, value in options.items() if key != "heads"}
         torch.manual_seed(self.seed)
-        return arm_of(name, SIZE, options)
+        return arm_of(name, replace(SIZE, heads=heads), options)
 
     def batches(self) -> Callable[[int], Batch]:
         """Random batches of strings, merged."""

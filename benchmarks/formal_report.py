@@ -14,8 +14,9 @@ from nestling.report.intervals import interval
 
 NAMES = {
     "hope": "Hope",
-    "hope_erasing": "Hope, no head that adds",
-    "hope_forgetting": "Hope, retention from 0.9985",
+    "hope_two": "Hope, two heads",
+    "hope_erasing": "Hope, two heads, neither adds",
+    "hope_forgetting": "Hope, two heads, retention from 0.9985",
     "hope_printed": "Hope as printed (Eq. 83-88)",
     "transformer": "Transformer++",
     "linear": "linear attention",

@@ -21,6 +21,7 @@ from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying_deep import fits, scan_deep
 from nestling.scan.self_modifying_function import scan_matrix
 from nestling.scan.self_modifying_matrix import one_token
+from nestling.scan.self_modifying_op import scan_operator
 from nestling.scan.self_modifying_segment import project, recall, segment
 from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
 
@@ -45,8 +46,6 @@ def scan_self_modifying(
     if torch.compiler.is_compiling():
         plain = weights.second is None and weights.moved is None and inputs.valid is None
         if plain and not isinstance(position, Tensor):
-            from nestling.scan.self_modifying_op import scan_operator
-
             y, first, begun = scan_operator(
                 rule, inputs, weights.first, start.first, position, recompute
             )
@@ -87,7 +86,9 @@ def _scan(
     if plain and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
         return _scan_one(rule, inputs, weights, start, position)
     if plain and not isinstance(position, Tensor):
-        y, first, begun = scan_matrix(rule, inputs, weights.first, start.first, position, recompute)
+        whole = position % rule.segment == 0 == inputs.x.shape[1] % rule.segment
+        scan = scan_operator if whole and inputs.valid is None else scan_matrix
+        y, first, begun = scan(rule, inputs, weights.first, start.first, position, recompute)
         return y, Weights(first), Weights(begun)
     if isinstance(position, Tensor):
         return _scan_apart(rule, inputs, weights, start, position)
