@@ -1,9 +1,10 @@
 """The self-modifying scan: all tokens of a call, cut into segments at absolute chunk boundaries.
 
-Three ways to the same result. `scan_self_modifying` with one position for all items runs segments
-of equal length; a matrix memory without momentum takes the hand-written backward
-(`self_modifying_backward`), everything else recomputes each segment in the backward pass. Items at
-different positions are re-cut so that each item's own boundaries fall between segments.
+Three ways to the same result. With one position for all items, a matrix memory without momentum
+takes the hand-written backward (`self_modifying_matrix`), as one operator where tokens fill whole
+segments (`self_modifying_op`) and under an autograd function where they do not or are padded;
+everything else recomputes each segment in the backward pass. Items at different positions are
+re-cut so that each item's own boundaries fall between segments.
 """
 
 from __future__ import annotations

@@ -128,13 +128,14 @@ def run_backward(
     position: int,
     inputs: Inputs,
     home: Tensor | None,
-    run: Run,
+    after: Tensor,
+    kept: list[list[Any]],
     dy: Tensor,
     dstack: Tensor,
     dlast: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
     """Gradients of the stack, of the start, of home, and of the first `GIVEN` inputs; segments from
-    the last to the first."""
+    the last, `after` which the stack was as given, to the first, with what was `kept` of each."""
     b, total, d = inputs.x.shape
     home = None if home is None else home.reshape(b, -1, d)
     choice = None if inputs.valid is None else _last_segment(rule, position, inputs.valid)
@@ -147,9 +148,8 @@ def run_backward(
     dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
     dhome = None if home is None else torch.zeros_like(home)
     desk = Desk(rule.segment, dstack)
-    after = run.stack
     for i, piece in reversed(list(enumerate(cuts))):
-        stack, begun, *taped = run.kept[i]
+        stack, begun, *taped = kept[i]
         begun = stack if begun is None else begun
         part = take(inputs, piece.tokens)
         memories = _whole(begun, home, desk)
@@ -209,11 +209,10 @@ class _Scan(torch.autograd.Function):
         valid, stack, home, *rest = ctx.saved_tensors
         flat, each = rest[GIVEN:], ctx.each
         kept = [flat[i : i + each] for i in range(0, len(flat), each)]
-        run = Run(dy, stack, stack, kept)
         with torch.autocast(dy.device.type, enabled=False):
             dstack, dbegun, dhome, grads = run_backward(
-                ctx.rule, ctx.position, given_inputs(rest[:GIVEN], valid), home, run,
-                dy, dfirst, dstart,
+                ctx.rule, ctx.position, given_inputs(rest[:GIVEN], valid), home,
+                stack, kept, dy, dfirst, dstart,
             )  # fmt: skip
         shape = dfirst.shape
         dhome = None if dhome is None else dhome.view(shape)
@@ -229,6 +228,8 @@ def given_inputs(given: Sequence[Tensor | None], valid: Tensor | None = None) ->
 
 
 def _fresh_tensors(like: Tensor) -> Shelf:
+    """A shelf with a new tensor for everything."""
+
     def shelf(_: str, *shape: int) -> Tensor:
         return like.new_empty(shape)
 

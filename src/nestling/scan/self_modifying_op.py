@@ -19,7 +19,6 @@ from nestling.scan.self_modifying_function import (
     NOTHING,
     STARTS,
     TAPES,
-    Run,
     given_inputs,
     pieces,
     run_backward,
@@ -40,10 +39,12 @@ def scan_operator(
     Where tokens do not fill all segments only their start weights are kept (`recompute`).
     """
     home = None if inputs.initial is None else inputs.initial.first
+    given = (first, start, home, *inputs[:GIVEN])
+    derived = any(isinstance(part, Tensor) and part.requires_grad for part in given)
     ragged = position % rule.segment or inputs.x.shape[1] % rule.segment
     keep = STARTS if recompute or ragged else TAPES
-    keep = keep if torch.is_grad_enabled() else NOTHING
-    y, after, last, *_ = _scan(rule.text, position, keep, first, start, home, *inputs[:GIVEN])
+    keep = keep if derived and torch.is_grad_enabled() else NOTHING
+    y, after, last, *_ = _scan(rule.text, position, keep, *given)
     return y, after, last
 
 
@@ -167,10 +168,9 @@ def _scan_backward(
                 taped = restore(some, part, reads, _values(how, some))
             segments.append([stack, begun, *taped])
             stack = stacks[i]
-        run = Run(y, stack, stack, segments)
         ends = [torch.zeros_like(first) if grad is None else grad for grad in (dfirst, dstart)]
         dstack, dbegun, dhome, grads = run_backward(
-            how, position, inputs, home, run, dy, ends[0], ends[1]
+            how, position, inputs, home, stack, segments, dy, ends[0], ends[1]
         )
     shape = first.shape
     found = [dstack.reshape(shape), dbegun.reshape(shape)]
@@ -221,7 +221,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     dy, dfirst, dstart, *_ = grads
-    given, (y, *kept) = ctx.saved_tensors[: ctx.given], ctx.saved_tensors[ctx.given :]
+    saved = ctx.saved_tensors  # (once: checkpointing unpacks no tensor twice)
+    given, (y, *kept) = saved[: ctx.given], saved[ctx.given :]
     if dy is None:
         dy = torch.zeros_like(y)
     found = _scan_backward(ctx.rule, ctx.position, dy, dfirst, dstart, *given, y, list(kept))
