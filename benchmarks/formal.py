@@ -62,6 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("linear", {}),
     "deltanet": ("deltanet", {}),
     "deltanet_negative": ("deltanet", {"negative": True}),
+    "linear_four": ("linear", {"heads": 4}),
+    "deltanet_four": ("deltanet", {"negative": True, "heads": 4}),
     "lstm": ("lstm", {}),
 }
 RATES = (3e-3, 1e-2)
