@@ -107,16 +107,10 @@ def _(
     first: Tensor,
     start: Tensor,
     home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
+    *given: Tensor | None,
 ) -> list[Tensor]:
-    how = _rule(rule)
+    how, inputs = _rule(rule), given_inputs(given)
+    x = inputs.x
     b, total, d = x.shape
     many = (position % how.segment + total + how.segment - 1) // how.segment
     stack = first.reshape(b, -1, d)
@@ -124,7 +118,7 @@ def _(
     if keep:
         kept = [stack, None if _one_clock(how, position) else stack]
     if keep == TAPES:  # one segment tells the shapes of all
-        part = take(given_inputs((x, readout, bias, k, v, q, gates, erase)), slice(0, how.segment))
+        part = take(inputs, slice(0, how.segment))
         _, tape = forward(how, part, stack, stack, stack, Desk(how.segment, stack))
         kept += slim(how, tape.flat())
     piles = [x.new_empty(0) if p is None else p.new_empty(many, *p.shape) for p in kept]
@@ -197,19 +191,11 @@ def _(
     dstart: Tensor | None,
     first: Tensor,
     home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
-    y: Tensor,
-    kept: list[Tensor],
+    *rest: Any,
 ) -> list[Tensor]:
-    given = (first, first, None if home is None else first, x, readout, bias, k, v, q, gates, None)
-    return [x.new_empty(0) if part is None else torch.empty_like(part) for part in given]
+    *derived, _ = rest[:GIVEN]  # (all but what is erased)
+    like = (first, first, None if home is None else first, *derived, None)
+    return [dy.new_empty(0) if part is None else torch.empty_like(part) for part in like]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
