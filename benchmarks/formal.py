@@ -2,7 +2,7 @@
 
     python benchmarks/formal.py                     tune, run all seeds (resumable), write the page
     python benchmarks/formal.py --report            only write the page
-    python benchmarks/formal.py --arms hope --languages parity --seeds 0
+    python benchmarks/formal.py --arms hope --seeds 30 31 32 33 34      more seeds of one model
 
 A string counts only if every position is right. bin0: lengths as in training; bin1: 51-100. No
 positional encoding; the last weights are tested, whatever they are. Every arm has the same two
