@@ -190,13 +190,13 @@ the languages that count they came out lower than the first five; the row is the
   (`negative=True`), so that a write can flip a sign. *Neither adds* is the form without this.
 - Retention starts at 0.99995 instead of 0.9985, where a count of 50 is no longer what was counted:
   *retention from 0.9985* is the form without this.
-- Four heads of width 8 instead of two of width 16, because reads are normalised head by head:
-  a head that counts two things sees a small count no more beside a large one, a head for each does.
-  It decided `shuffle-2` in the pilots. Linear attention and DeltaNet with four heads stand below.
+- Four heads of width 8 instead of two of width 16. Reads are normalised head by head, so a head
+  that counts two things may not see a small count beside a large one, where a head for each would.
+  It helped on `shuffle-2` in the pilots. Linear attention and DeltaNet with four heads stand below.
 - Rate and retention are made by memories (`adaptive=("eta", "alpha")`), in the residual form
   (deviation 22), and values by the memory itself; keys, values' inputs and queries are static
-  projections. Where keys and values are memories as well they drift with the position, and longer
-  strings fare worse. Everything is at chunk 1.
+  projections. In the pilots longer strings fared worse where keys and values were memories as
+  well. Everything is at chunk 1.
 
 DeltaNet's rates end at 1, so its eigenvalues are not below zero.
 """

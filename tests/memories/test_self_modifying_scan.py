@@ -137,6 +137,15 @@ def test_the_operator_of_compiled_models(name, recompute):
         compare(RULES[name], tokens, position, operator, adding=True)
 
 
+def test_a_second_derivative_says_what_it_needs():
+    inputs, weights, start = case(RULES["stage 3"], 8)
+    x = inputs.x.requires_grad_()
+    y, _, _ = scan_self_modifying(RULES["stage 3"], inputs, weights, start, 0)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        grad.square().sum().backward()
+
+
 def test_the_operator_keeps_to_the_rules_of_torch():
     inputs, weights, start = case(RULES["stage 3"], 8, residual=True)
     parts = (weights.first, start.first, inputs.initial.first, *inputs[: GIVEN - 1])

@@ -1,4 +1,4 @@
-"""The self-modifying scan as one torch operator, for compiled models.
+"""The self-modifying scan as one torch operator, in eager and in compiled models.
 
 torch.compile would unroll a scan segment by segment: minutes of compiling, and more for every
 segment. As an operator it is one node of the model's graph, backward pass and recomputation
@@ -219,8 +219,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
-        "a compiled self-modifying scan is differentiable once; second derivatives need an eager"
-        " model inside nestling.scan.any_order()"
+        "the self-modifying scan is differentiable once; second derivatives need an eager model"
+        " inside nestling.scan.any_order()"
     )
 
 
