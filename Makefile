@@ -32,7 +32,7 @@ bench: .venv/.ready  ## Measure speed; every script prints ratios from one run
 	@for f in $(BENCHMARKS); do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
 docs: .venv/.ready  ## Generate docs/equations.md
-	$(BIN)/python -m nestling.equations --write docs/equations.md
+	$(BIN)/python -m nestling.paper.registry --write docs/equations.md
 
 clean:  ## Remove the environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,7 +26,7 @@ import torch
 from common import interleaved, verdict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from nestling.cms import Continuum, MemoryLevel, Part, Slot
+from nestling.continuum import Continuum, MemoryLevel, Part, Slot
 from nestling.host import keep_memory
 from nestling.memories.state import tree_leaves
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.paper.toys import SURFACE_START, OrthogonalTasks, surface
 from nestling.rules import Gates, Rule, Write, apply, delta_momentum, dgd, identity, momentum
-from nestling.toys import SURFACE_START, OrthogonalTasks, surface
 
 GOAL = 1e-3  # the valley is done when the loss stays below this
 DECAYS = (0.8, 0.9, 0.95)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import nestling
-from nestling.stacking import load_pretrained
+from nestling.adaptation import load_pretrained
 
 
 def main(name: str, book: Path) -> None:

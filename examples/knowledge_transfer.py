@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from nestling.nested import (
+from nestling.paper import (
     NestedSystem,
     Parameters,
     Problem,
@@ -25,8 +25,8 @@ from nestling.nested import (
     proximal_step,
     reset,
 )
-from nestling.nested.meta import FIRST_ORDER, FULL, REPTILE, MetaRule, Task, adapt, meta_learning
-from nestling.nested.training import inner
+from nestling.paper.meta import FIRST_ORDER, FULL, REPTILE, MetaRule, Task, adapt, meta_learning
+from nestling.paper.training import inner
 from nestling.rules import Gates, adam
 
 # ------------------------------------------------------------------ initialisation

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nestling.cms import Continuum, MemoryLevel, Part, Slot, meta_loss
+from nestling.continuum import Continuum, MemoryLevel, Part, Slot, meta_loss
 
 WORDS, LENGTH, CHUNK = 16, 128, 16
 RATES = (0.1, 0.3, 1.0)

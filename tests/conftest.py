@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from nestling.equations import PACKAGE, Symbol, index, summary, symbols
+from nestling.paper.registry import PACKAGE, Symbol, index, summary, symbols
 
 settings.register_profile("nestling", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("nestling")

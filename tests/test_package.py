@@ -53,12 +53,11 @@ def test_constraints_pin_the_torch_that_ci_tests():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_no_pickle_and_no_long_files(path):
+def test_no_pickle(path):
     text = path.read_text()
     assert not re.search(
         r"^\s*(import|from) pickle|(?<!safetensors\.)torch\.load\(", text, re.MULTILINE
     )
-    assert text.count("\n") <= 400, "two ideas in one room?"
 
 
 @pytest.mark.parametrize("room", ["rules", "scan", "memories", "blocks", "models"])

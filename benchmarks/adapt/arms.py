@@ -15,7 +15,7 @@ from torch import Tensor
 from tuned import Score, adamw, sgd, tuned
 
 import nestling
-from nestling.stacking import Learner, Limits
+from nestling.adaptation import Learner, Limits
 
 Learn = Callable[[Base, Tensor, float], Score]
 

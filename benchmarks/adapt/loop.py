@@ -16,7 +16,7 @@ from texts import Base, articles, book
 from torch import Tensor
 
 import nestling
-from nestling.stacking import Learner, Limits
+from nestling.adaptation import Learner, Limits
 
 LONG, MEASURED = 4097, 1024
 LITTLE = (128, 256, 512, 768, 1024)

@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nestling
-from nestling.stacking import Learner
+from nestling.adaptation import Learner
 
 
 def learner() -> Learner:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.adaptation import load_pretrained
 from nestling.report.store import Store
-from nestling.stacking import load_pretrained
 
 BOOKS = (
     "moby_dick_or_the_whale",

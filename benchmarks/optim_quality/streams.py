@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.paper.toys import OrthogonalTasks
 from nestling.rules import Gates, Rule, Write, apply, dgd, identity
-from nestling.toys import OrthogonalTasks
 
 INPUTS, OUTPUTS, STEPS, NOISE, SEEDS, KEEP = 16, 4, 400, 0.3, 30, 0.95
 STREAMS = ("iid", "AR(1)", "AR(1), 8 rows", "orthogonal")

@@ -16,8 +16,8 @@ _LAZY = {
     "Level": "nestling.levels",
     "NestlingConfig": "nestling.models",
     "NestlingForCausalLM": "nestling.models",
-    "adapt": "nestling.stacking",
-    "describe": "nestling.nested",
+    "adapt": "nestling.adaptation",
+    "describe": "nestling.description",
 }
 
 __all__ = [

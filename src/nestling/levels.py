@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-__all__ = ["Level", "boundaries", "due"]
+__all__ = ["Level", "LevelUpdate", "boundaries", "due"]
 
 
 def due(position: int, chunk: int | float) -> bool:
@@ -47,3 +48,18 @@ class Level:
     def due(self, position: int) -> bool:
         """True when this level changes after `position` items (Eq. 71)."""
         return due(position, self.chunk)
+
+
+class LevelUpdate(NamedTuple):
+    """What one level did at one position: the one record for training, learning and pictures.
+
+    The four measures are numbers, or tensors [B] with one entry per sequence; nan where nobody
+    measured.
+    """
+
+    position: int  # items seen when the level changed
+    level: str
+    loss: Any  # mean loss of the chunk's items, before the update (the surprise)
+    grad_norm: Any  # norm of the chunk's gradient, as the rule saw it
+    step: Any  # norm of the change this update made
+    distance: Any  # norm of the level's difference from its initial weights, after the update

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nestling.adaptation import load_learner, load_pretrained
 from nestling.cli import main
 from nestling.models.tokenizer import byte_tokenizer
-from nestling.stacking import load_learner, load_pretrained
 
 TEXT = "In the valley of Mor there lived a baker who knew the names of all the winds. " * 12
 OTHER = "Seven ships went north, and the eighth came home with snow in its sails. " * 6

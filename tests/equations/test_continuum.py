@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional
 
-from nestling.cms import Continuum, MemoryLevel, meta_loss, own_slots
+from nestling.continuum import Continuum, MemoryLevel, meta_loss, own_slots
 from nestling.models import NestlingConfig, NestlingForCausalLM
 
 IDS = torch.randint(0, 16, (1, 13), generator=torch.Generator().manual_seed(0))

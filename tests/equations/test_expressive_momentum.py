@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nestling.paper.toys import SURFACE_START, OrthogonalTasks, surface
 from nestling.rules import Gates, Write, apply, newton_schulz
 from nestling.rules.deep_momentum import DeepMomentumState, deep_momentum, deep_momentum_loss
 from nestling.rules.delta_momentum import (
@@ -17,7 +18,6 @@ from nestling.rules.gd import argmin, proximity
 from nestling.rules.momentum import momentum
 from nestling.rules.muon import muon
 from nestling.rules.nonlinear import nonlinear
-from nestling.toys import SURFACE_START, OrthogonalTasks, surface
 
 
 def draw(*shape):

@@ -14,7 +14,8 @@ from nestling.blocks.block import Block
 from nestling.blocks.channel import Chain
 from nestling.levels import Level
 from nestling.memories import SelfModifying, SelfModifyingConfig
-from nestling.nested import (
+from nestling.objectives import Matrix, dot, l2
+from nestling.paper import (
     NestedSystem,
     Problem,
     direct,
@@ -23,12 +24,11 @@ from nestling.nested import (
     remember,
     solution,
 )
-from nestling.nested.blocks import ada_transformer_block, transformer_block
-from nestling.nested.hope import hope_block
-from nestling.nested.meta import FIRST_ORDER, FULL, REPTILE
-from nestling.nested.sequences import Token, attend
-from nestling.nested.training import Pairs, sgd
-from nestling.objectives import Matrix, dot, l2
+from nestling.paper.blocks import ada_transformer_block, transformer_block
+from nestling.paper.hope import hope_block
+from nestling.paper.meta import FIRST_ORDER, FULL, REPTILE
+from nestling.paper.sequences import Token, attend
+from nestling.paper.training import Pairs, sgd
 from nestling.rules import Gates
 from nestling.rules.gd import argmin, gd_proximal, layer_proximal, proximity
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nestling.equations import (
+from nestling.paper.registry import (
     EQUATIONS,
     citations,
     document,

@@ -8,7 +8,7 @@ from small_models import config_of
 
 from nestling.blocks import Chain, FeedForward
 from nestling.blocks.mlp import GATED
-from nestling.cms import Continuum, MemoryLevel, own_slots
+from nestling.continuum import Continuum, MemoryLevel, own_slots
 from nestling.levels import Level
 from nestling.models import NestlingForCausalLM, presets
 

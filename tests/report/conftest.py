@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nestling.nested import Timeline, describe
+from nestling.description import Timeline, describe
 from nestling.report.story import Marked, Story, Trained
 
 

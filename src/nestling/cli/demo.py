@@ -130,7 +130,7 @@ class Memory:
     """Hope as a reader: its memory carries on; with a rate, its continuum memory learns too."""
 
     def __init__(self, name: str, model: Any, rate: float) -> None:
-        from nestling.cms import Continuum, MemoryLevel, own_slots
+        from nestling.continuum import Continuum, MemoryLevel, own_slots
 
         self.name, self.rate = name, rate
         names = [level.name for level in model.config.level_list]
@@ -246,7 +246,7 @@ def _story(
 ) -> Any:
     import torch
 
-    from nestling.nested import Timeline, describe
+    from nestling.description import Timeline, describe
     from nestling.report.story import Story
 
     losses, _ = learning.read(ids[:1])

@@ -102,7 +102,7 @@ def _optimizer(name: str, model: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table, or JSON; draw if asked."""
-    from nestling.nested import describe
+    from nestling.description import describe
 
     model = build(arguments.model, arguments.size, download=arguments.download)
     optimizer = _optimizer(arguments.optimizer, model) if arguments.optimizer else None

@@ -37,7 +37,7 @@ def load(name: str) -> tuple[object, object]:
     from transformers.utils import logging
 
     import nestling.models  # noqa: F401  (registers our classes)
-    from nestling.stacking import load_pretrained
+    from nestling.adaptation import load_pretrained
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         sampling |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     writer = model
     if arguments.memory is not None:
-        from nestling.stacking import load_learner
+        from nestling.adaptation import load_learner
 
         writer = load_learner(model, arguments.memory, tokenizer=tokenizer)
     writer.generate(

@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Learn the files one after the other; returns 0."""
     _check(arguments)
     texts = [_text(path) for path in arguments.files]
+    from nestling.adaptation import Limits, adapt, load_learner
+    from nestling.adaptation.texts import encode
     from nestling.cli.generate import load
     from nestling.host import keep_memory
-    from nestling.stacking import Limits, adapt, load_learner
-    from nestling.stacking.texts import encode
 
     resumed = (arguments.memory / "memory.json").is_file()
     settings = _settings(arguments)
@@ -231,7 +231,7 @@ class _Bar:
 
 def _draw(learner: Any, out: Path, memory: Path) -> Path:
     """Which level updated when: surprise as bars, the distance from the base as a line."""
-    from nestling.nested import Timeline
+    from nestling.description import Timeline
 
     timeline, before = Timeline(), dict.fromkeys((lv.name for lv in learner.levels), 0.0)
     for change in learner.history:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.adaptation import adapt
 from nestling.continual.base import Base
 from nestling.continual.features import Encoded
 from nestling.continual.learner import Method
 from nestling.continual.prompting import InContext, line
-from nestling.stacking import adapt
 
 __all__ = ["Adapted"]
 

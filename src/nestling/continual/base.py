@@ -77,7 +77,7 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
     Any other name is a pretrained model: a .gguf file, a llama2.c .bin file or a folder.
     """
     if name not in BASES:
-        from nestling.stacking import load_pretrained
+        from nestling.adaptation import load_pretrained
 
         model, tokenizer = load_pretrained(name)
         label = Path(name).name.split(".")[0]

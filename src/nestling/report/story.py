@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nestling.nested import Description, Timeline
-from nestling.nested.draw import picture
+from nestling.description import Description, Timeline
+from nestling.description.draw import picture
 from nestling.report.page import Page
 from nestling.report.plots import Line, lines
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nestling.description import Timeline
 from nestling.host import keep_memory
-from nestling.nested import Timeline
 from nestling.train.progress import Progress
 from nestling.train.recipe import Recipe
 from nestling.train.session import Session

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from nestling.description import Timeline
 from nestling.memories.state import state_select, state_stack, tree_map
-from nestling.nested import Timeline
 from nestling.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from nestling.train.optimizers import build, by_level
 from nestling.train.progress import Progress
