@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks import Chain, FeedForward
 from nestling.continual.base import Base
 from nestling.continual.features import Features
+from nestling.continuum import Chain, FeedForward
 
 __all__ = ["READOUTS", "Split", "Top", "make_top"]
 

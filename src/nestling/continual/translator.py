@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks import Chain
 from nestling.continual.base import Base
 from nestling.continual.translation import Language, chrf
+from nestling.continuum import Chain
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks.block import Block
+from nestling.continuum.layers import Block
 from nestling.memories.self_modifying import SelfModifying
 from nestling.memories.self_modifying_naive import answer, errors, gates, project
 from nestling.objectives import Matrix, dot
