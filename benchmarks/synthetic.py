@@ -18,9 +18,9 @@ from lockstep import Lockstep
 from torch import Tensor, nn
 
 from nestling.files import write_atomic
-from nestling.memories.state import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report.intervals import interval
+from nestling.tree import tree_leaves
 
 IGNORE = -100
 T = TypeVar("T")
