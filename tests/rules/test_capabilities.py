@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nestling import rules
-from nestling.memories.state import tree_leaves
 from nestling.objectives import l2
 from nestling.rules import Gates, Rule, Write, chain, identity
+from nestling.tree import tree_leaves
 
 NEED_ARGUMENTS = {
     "descend": lambda: rules.descend(l2),

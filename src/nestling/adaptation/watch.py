@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nestling.continuum import Continuum, ContinuumState
 from nestling.continuum.assignment import cut, weight_of
 from nestling.levels import LevelUpdate
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 __all__ = [
     "Alarm",

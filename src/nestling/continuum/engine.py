@@ -24,8 +24,8 @@ from nestling.continuum.fast import Factors, Fast
 from nestling.continuum.reading import LiveSlot, Reading
 from nestling.continuum.state import LevelState, MemoryLevel, Pairs
 from nestling.levels import LevelUpdate, boundaries, multiple
-from nestling.memories.state import state_detach, tree_map
 from nestling.rules.core import Gates, Write
+from nestling.tree import state_detach, tree_map
 
 __all__ = [
     "TRANSFERS",

@@ -21,8 +21,8 @@ from torch.nn import functional
 from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weight_of
 from nestling.continuum.state import MemoryLevel
 from nestling.continuum.stream import cache_from, cache_tree
-from nestling.memories.state import state_detach
 from nestling.rules.core import Gates, Write
+from nestling.tree import state_detach
 
 __all__ = ["NaiveResult", "naive"]
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nestling.continuum.engine import Engine, Rate, Segment
 from nestling.continuum.reading import Reading
 from nestling.continuum.state import ContinuumState, LevelState, Output
 from nestling.levels import LevelUpdate, boundaries
-from nestling.memories.state import state_detach
+from nestling.losses import first_loss, pair_losses
 from nestling.scan import any_order
+from nestling.tree import state_detach
 
 __all__ = ["TokenStream", "align", "begin", "cache_from", "cache_tree", "context_limit"]
 
@@ -120,7 +120,7 @@ class TokenStream:
         start, begin = int(state.start[0]), int(state.begin[0])
         levels, cache, ahead, last = state.levels, state.cache, state.ahead, state.last
         if waiting == 0:
-            self.losses.append(self._first_loss(ids, last))
+            self.losses.append(first_loss(ids, last))
         while True:
             if self.context is not None and start - begin >= self.context:
                 begin, cache = start, None
@@ -175,7 +175,7 @@ class TokenStream:
             with Reading(self.engine.live(levels), ids.shape[0], constant=self.constant):
                 logits, after = self._run(ids, tree, seen)
             losses = pair_losses(logits[:, :-1], ids[:, 1:])
-        first = self._first_loss(ids, last, logits)
+        first = first_loss(ids, last, logits)
         return Piece(logits, torch.cat([first, losses], 1), after)
 
     def _segment(
@@ -218,13 +218,6 @@ class TokenStream:
             logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
         return Piece(logits, losses, after), levels
 
-    def _first_loss(self, ids: Tensor, last: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """The loss of the first token by the logits before it; nan when there are none: [B, 1]."""
-        if last is not None:
-            return pair_losses(last.unsqueeze(1), ids[:, :1])
-        dtype = torch.float32 if like is None else torch.promote_types(like.dtype, torch.float32)
-        return torch.full(ids[:, :1].shape, torch.nan, dtype=dtype, device=ids.device)
-
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
         if self.keep_logits:
             self.logits.append(piece.logits[:, skip:])
@@ -238,13 +231,6 @@ class TokenStream:
         losses = torch.cat([each.to(dtype) for each in self.losses], 1)
         state = state._replace(last=last.clone())  # not a view of all logits
         return Output(logits, losses, state, tuple(self.updates))
-
-
-def pair_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every target: [B, n, V], [B, n] -> [B, n]."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = functional.cross_entropy(exact.flatten(0, 1), targets.flatten(), reduction="none")
-    return flat.view(targets.shape)
 
 
 def align(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

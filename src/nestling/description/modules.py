@@ -19,7 +19,7 @@ from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModify
 from nestling.memories.adaptive import AdaptiveMLP
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 __all__ = ["collapse", "continuum", "in_context", "unknown"]
 
