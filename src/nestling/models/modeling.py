@@ -18,11 +18,11 @@ from transformers.utils.output_capturing import capture_outputs
 
 from nestling.blocks import Block, BlockState, RMSNorm
 from nestling.memories import Attention
-from nestling.memories.state import state_select
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
-from nestling.models.packing import documents, pack, unpack
+from nestling.models.packing import as_documents, as_rows, documents
 from nestling.models.streaming import StreamOutput, stream
+from nestling.tree import state_select
 
 __all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]
 
@@ -170,13 +170,13 @@ class NestlingModel(NestlingPreTrainedModel):
                     "packed rows (position_ids that restart) cannot go on from past_key_values and"
                     " give no hidden states: put each document in a row of its own"
                 )
-            x, mask = unpack(x, layout), layout.mask
+            x, mask = as_documents(x, layout), layout.mask
         after = []
         for number, layer in enumerate(self.layers):
             x, state = layer(x, None if states is None else states[number], mask)
             after.append(state)
         if layout is not None:
-            x, after = pack(x, layout), list(state_select(tuple(after), layout.last))
+            x, after = as_rows(x, layout), list(state_select(tuple(after), layout.last))
         if cache is not None:
             cache.advance(tuple(after), columns)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)

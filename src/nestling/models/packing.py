@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Documents", "documents", "pack", "unpack"]
+__all__ = ["Documents", "as_documents", "as_rows", "documents"]
 
 _WANTED = "position_ids must go up by one from token to token, or restart at 0 with a new document"
 
@@ -73,12 +73,12 @@ def _layout(restart: Tensor, mask: Tensor | None) -> Documents:
     return Documents(number, column, real)
 
 
-def unpack(x: Tensor, layout: Documents) -> Tensor:
+def as_documents(x: Tensor, layout: Documents) -> Tensor:
     """Packed rows [B, T, D] as documents [N, L, D], zeros where a document has ended."""
     out = x.new_zeros(*layout.mask.shape, x.shape[-1])
     return out.index_put((layout.number, layout.column), x)
 
 
-def pack(y: Tensor, layout: Documents) -> Tensor:
+def as_rows(y: Tensor, layout: Documents) -> Tensor:
     """Documents [N, L, D] back in packed rows [B, T, D]."""
     return y[layout.number, layout.column]
