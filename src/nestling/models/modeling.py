@@ -320,4 +320,6 @@ def _token_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     mask = attention_mask[:, -tokens:].to(torch.bool)
     if torch.compiler.is_compiling() or mask.is_meta:  # what is in it is not known yet
         return mask
+    if torch.compiler.is_compiling() or mask.is_meta:  # (there nobody can tell)
+        return mask
     return None if bool(mask.all()) else mask

@@ -49,7 +49,7 @@ def scan_self_modifying(
     through autograd.
     """
     matrix = weights.second is None and weights.moved is None and not is_any_order()
-    with torch.autocast(inputs.x.device.type, enabled=False):
+    with torch.autocast("cpu" if inputs.x.is_meta else inputs.x.device.type, enabled=False):
         if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
             return _one_token(rule, inputs, weights, start, position)
         if matrix and not isinstance(position, Tensor):
