@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -247,15 +248,15 @@ def _story(
     import torch
 
     from nestling.description import Timeline, describe
+    from nestling.levels import LevelUpdate
     from nestling.report.story import Story
 
     losses, _ = learning.read(ids[:1])
     timeline = Timeline()
     for update in learning.updates:
         way = RATE * float(update.gradient[0])  # of one step of gradient descent
-        timeline.record(
-            update.position, update.level, surprise=float(update.surprise[0]), drift=way
-        )
+        loss, norm = float(update.surprise[0]), float(update.gradient[0])
+        timeline.record(LevelUpdate(update.position, update.level, loss, norm, way, math.nan))
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
         trained=[_trained(arm) for arm in (hope, transformer)],
