@@ -87,7 +87,8 @@ def test_a_chunk_is_one_step_on_the_sum_of_its_losses():
     assert update.grad_norm == pytest.approx(float(torch.stack(data).sum(0).norm()))
     assert update.step == pytest.approx(0.1 * update.grad_norm)
     assert update.distance == update.step  # it was the first
-    assert update.loss == 0.0  # -<w, x> at w = 0
+    mean = 0.5 * torch.stack(data).square().sum(-1).mean()
+    assert update.loss == pytest.approx(float(mean))
 
 
 def test_problems_of_one_level_see_each_other_before_the_level_changes():
