@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.files import write_atomic
-from nestling.memories.state import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
+from nestling.tree import tree_leaves
 from studies.harness.lockstep import Lockstep
 from studies.harness.verdict import interval
 

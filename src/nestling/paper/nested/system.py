@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from nestling.description import Component
 from nestling.levels import LevelUpdate
@@ -22,6 +21,7 @@ from nestling.paper.nested.problem import Problem, View
 from nestling.paper.nested.solve import Due, leaf
 from nestling.paper.nested.transfer import Parameters
 from nestling.rules import State
+from nestling.tree import tree_map
 
 __all__ = ["NestedSystem", "SystemState", "Tick"]
 
@@ -44,7 +44,7 @@ class SystemState(NamedTuple):
 
 def detached(state: State) -> State:
     """A solver's state, cut off from its history."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+    return tree_map(lambda leaf: leaf.detach(), state, plain=True)
 
 
 def distance(after: Parameters, before: Parameters) -> float:
