@@ -167,7 +167,7 @@ def test_a_timeline_notices_by_itself_who_changed(tmp_path):
     assert [m.position for m in timeline.of("slow")] == [4, 8, 12]
     assert timeline.frequency("slow") == 0.25
     far = [(p - b).square().sum() for p, b in zip(model[1].parameters(), first)]
-    assert timeline.of("slow")[-1].distance == pytest.approx(float(sum(far).sqrt()), rel=1e-5)
+    assert timeline.of("slow")[-1].distance == pytest.approx(sum(far).sqrt().item(), rel=1e-5)
     check(timeline.draw(tmp_path / "x.svg"))
     assert timeline.to_json().count('"level": "slow"') == 3
 
