@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Level", "LevelUpdate", "boundaries", "due", "rank"]
+__all__ = ["Level", "LevelUpdate", "boundaries", "due", "multiple", "rank"]
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -23,6 +23,11 @@ def boundaries(start: int, stop: int, chunk: int | float) -> range:
         return range(0)
     step = int(chunk)
     return range((start // step + 1) * step, stop + 1, step)
+
+
+def multiple(chunk: int | float, of: int | float) -> bool:
+    """True when a level with this chunk is due only when one with chunk `of` is."""
+    return math.inf not in (chunk, of) and int(chunk) % int(of) == 0
 
 
 def rank(needs: Mapping[Name, Iterable[Name]]) -> dict[Name, int]:

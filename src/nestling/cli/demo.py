@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -248,15 +247,14 @@ def _story(
     import torch
 
     from nestling.description import Timeline, describe
-    from nestling.levels import LevelUpdate
     from nestling.report.story import Story
 
     losses, _ = learning.read(ids[:1])
     timeline = Timeline()
     for update in learning.updates:
-        way = RATE * float(update.gradient[0])  # of one step of gradient descent
-        loss, norm = float(update.surprise[0]), float(update.gradient[0])
-        timeline.record(LevelUpdate(update.position, update.level, loss, norm, way, math.nan))
+        norm = float(update.grad_norm[0])
+        way = RATE * norm  # of one step of gradient descent
+        timeline.record(update._replace(loss=update.loss[0], grad_norm=norm, step=way))
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
         trained=[_trained(arm) for arm in (hope, transformer)],

@@ -71,14 +71,15 @@ class Rule(NamedTuple):
 
     `elementwise` promises that every entry of the weight is treated alone (all state has the
     weight's shape), so a caller may cut, flatten or join weights: into blocks, into shards.
-    `needs_pairs` says that the rule learns from the write's pairs `x` and `u`, and refuses a write
-    without them.
+    `needs_pairs` says that a write must bring the pairs its gradient came from. `plain` promises
+    gradient descent itself: no state, and the gradient comes out as it went in.
     """
 
     init: Callable[[Tensor], State]
     step: Callable[[Write, State, Tensor, Gates], tuple[Write, State]]
     elementwise: bool = False
     needs_pairs: bool = False
+    plain: bool = False
 
 
 def apply(
@@ -107,6 +108,7 @@ def chain(*rules: Rule) -> Rule:
         step,
         elementwise=all(rule.elementwise for rule in rules),
         needs_pairs=any(rule.needs_pairs for rule in rules),
+        plain=all(rule.plain for rule in rules),
     )
 
 
@@ -119,7 +121,7 @@ def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) 
     return Rule(lambda weight: (), step, elementwise)
 
 
-identity = stateless(lambda grad: grad, elementwise=True)
+identity = stateless(lambda grad: grad, elementwise=True)._replace(plain=True)
 """Plain gradient descent as a rule (Eq. 1)."""
 
 
