@@ -74,7 +74,7 @@ def update() -> Way:
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 64}
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
-    learner = nestling.adapt(LlamaForCausalLM(config), levels=[16])
+    learner = nestling.adapt(LlamaForCausalLM(config).eval(), (16, 64))
     ids = torch.arange(32).view(1, 32) % 64
     learner.learn(ids)
     return trace(lambda: learner.learn(ids[:, :16]))

@@ -81,9 +81,8 @@ def adversary(memory, tokens, piece=4096):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rate", [1e-4, 1e-2])
-def test_a_hundred_thousand_tokens_of_almost_no_rate_stay_under_the_bound(rate):
-    memory = build(rate, retention={"tied": True, "most": 0.9})
+def test_a_hundred_thousand_tokens_of_almost_no_rate_stay_under_the_bound():
+    memory = build(1e-4, retention={"tied": True, "most": 0.9})
     reached = adversary(memory, 100_000)
     assert 0 < reached <= float(memory.bound().max()) * (1 + 1e-5)
 

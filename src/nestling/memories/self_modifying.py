@@ -28,7 +28,6 @@ from nestling.objectives import Objective, dot
 from nestling.scan.self_modifying import scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 from nestling.scan.self_modifying.segment import project, recall
-from nestling.tree import state_start
 
 __all__ = [
     "Learning",
@@ -476,7 +475,8 @@ def start_weights(
     """The weights of every sequence before the first token, and where their chunk starts."""
 
     def started(weight: Tensor) -> Tensor:
-        return state_start(weight.to(device, state_dtype(dtype)), batch)
+        one = weight.to(device, state_dtype(dtype)).unsqueeze(0)
+        return one.repeat(batch, *(1 for _ in weight.shape))  # data of its own, no view
 
     begun = Weights(started(first), None if second is None else started(second))
     moved = tuple(torch.zeros_like(w) for w in begun[:2] if w is not None) if momentum else None

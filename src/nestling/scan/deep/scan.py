@@ -260,8 +260,8 @@ def _compiled(
     """`scan_mlp` as one node of a graph."""
     chunk, position = plain[3], state.position + x.shape[-2]
     if momentum is not None and state.velocity1 is None:
-        zeros = {f"velocity{i}": torch.zeros_like(w) for i, w in ((1, state.w1), (2, state.w2))}
-        state = state._replace(**zeros)
+        still = torch.zeros_like(state.w1), torch.zeros_like(state.w2)
+        state = state._replace(velocity1=still[0], velocity2=still[1])
     made = _operator(*plain, *state[:6], x, v, rate, retain, queries, momentum)
     parts = iter(made)
     y = None if queries is None else next(parts)
@@ -276,8 +276,9 @@ def _compiled(
 def _run(plain: Sequence[Any], tensors: Sequence[Any]) -> list[Tensor]:
     squared, erase, after, chunk, clip, bound, recompute, position = plain
     *weights, x, v, rate, retain, queries, momentum = tensors
+    state = MLPState(*weights)._replace(position=position)
     y, end = scan_mlp(
-        MLPState(*weights, position), x, v, rate, retain, queries,
+        state, x, v, rate, retain, queries,
         objective=l2 if squared else dot, rule="dgd" if erase else "gd",
         read="after" if after else "before", chunk=chunk, clip=clip or None, bound_inputs=bound,
         momentum=momentum, recompute=recompute, check=False,
