@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nestling.losses import windowed_losses
 from studies.adapt.texts import Base
 
 Score = Callable[[Tensor], float]
@@ -145,12 +146,5 @@ def _with_lora(model: nn.Module, rank: int, last: int | None) -> nn.Module:
 def score(model: nn.Module, ids: Tensor) -> float:
     """As `Learner.score`, for a plain model."""
     context = min(model.config.max_position_embeddings, 1024)
-    total, done = 0.0, 1
-    while done < len(ids):
-        start = max(0, done - context // 2)
-        part = ids[start : start + context]
-        logits = model(part[None]).logits[0, :-1].float()
-        losses = functional.cross_entropy(logits, part[1:], reduction="none")
-        total += float(losses[done - start - 1 :].double().sum())
-        done = start + len(part)
-    return total / (len(ids) - 1)
+    losses = windowed_losses(lambda part: model(part).logits, ids, context)
+    return float(losses.double().mean())

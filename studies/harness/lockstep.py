@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nestling.memories.self_modifying import SelfModifying
-from nestling.memories.state import tree_map
 from nestling.scan.self_modifying import scan_self_modifying
+from nestling.tree import tree_map
 
 
 class Lockstep(nn.Module):

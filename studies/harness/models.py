@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.files import BrokenFileError, sync_folder, write_atomic
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
 
 __all__ = [

@@ -18,8 +18,9 @@ from nestling.rules.deep_momentum import DeepMomentumState
 from nestling.rules.delta_momentum import DeltaMomentumState
 from nestling.rules.momentum import MomentumState
 from nestling.rules.multiscale import MultiScaleState
+from nestling.tree import tree_walk
 
-__all__ = ["Part", "Remembered", "memories", "parts"]
+__all__ = ["Remembered", "Stepped", "memories", "parts"]
 
 Group = Mapping[str, Any]
 GRADIENT, SQUARE = "-<m, g>", "-<m, g^2>"
@@ -34,7 +35,7 @@ class Remembered(NamedTuple):
     chunk: int = 1
 
 
-class Part(NamedTuple):
+class Stepped(NamedTuple):
     """Parameters that one optimizer steps at one pace; `chunk` counts training steps."""
 
     name: str
@@ -42,17 +43,17 @@ class Part(NamedTuple):
     chunk: int | float
 
 
-def parts(optimizer: Optimizer) -> Iterator[Part]:
+def parts(optimizer: Optimizer) -> Iterator[Stepped]:
     """The optimizer itself, or the optimizers inside a nested one with their chunks.
 
     A nested optimizer is one that offers `levels` (with `name` and `chunk`) and `optimizers`.
     """
     levels, inner = getattr(optimizer, "levels", None), getattr(optimizer, "optimizers", None)
     if levels is None or inner is None:
-        yield Part("", optimizer, 1)
+        yield Stepped("", optimizer, 1)
         return
     for level, one in zip(levels, inner, strict=True):
-        yield Part(level.name, one, level.chunk)
+        yield Stepped(level.name, one, level.chunk)
 
 
 def memories(optimizer: Optimizer) -> list[Remembered]:
@@ -135,18 +136,12 @@ def _from_rules(optimizer: Any) -> list[Remembered]:
     return list(found.values())
 
 
-def _leaves(
-    state: Any, owner: type = tuple, field: str = "state"
-) -> Iterator[tuple[type, str, int]]:
+def _leaves(state: Any) -> Iterator[tuple[type, str, int]]:
     """Every tensor of a rule's state: the NamedTuple that holds it, its field, its size."""
-    if isinstance(state, Tensor):
-        yield owner, field, state.numel()
-    elif isinstance(state, tuple):
-        named = getattr(state, "_fields", None)
-        for place, part in enumerate(state):
-            yield from _leaves(
-                part, type(state) if named else owner, named[place] if named else field
-            )
+    for path, leaf in tree_walk(state):
+        named = [(type(part), str(key)) for part, key in path if hasattr(part, "_fields")]
+        owner, field = named[-1] if named else (tuple, "state")
+        yield owner, field, leaf.numel()
 
 
 def _as_found(optimizer: Optimizer) -> list[Remembered]:

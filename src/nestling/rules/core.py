@@ -19,7 +19,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Gates", "Rule", "State", "Write", "apply", "chain", "identity", "stateless"]
+__all__ = [
+    "Gates",
+    "Pairs",
+    "Rule",
+    "State",
+    "Write",
+    "apply",
+    "chain",
+    "identity",
+    "pairs",
+    "stateless",
+]
 
 State = Any
 """A (nested) tuple of tensors; `()` for a rule without state."""
@@ -35,6 +46,13 @@ class Write(NamedTuple):
     grad: Tensor  # [..., *weight]
     x: Tensor | None = None  # [..., n, Di]
     u: Tensor | None = None  # [..., n, Do]
+
+
+class Pairs(NamedTuple):
+    """The rows that made a weight's gradient: `grad = -u^T x`."""
+
+    x: Tensor  # [..., n, Di]
+    u: Tensor  # [..., n, Do], minus the gradient at the output
 
 
 class Gates(NamedTuple):
@@ -53,11 +71,15 @@ class Rule(NamedTuple):
 
     `elementwise` promises that every entry of the weight is treated alone (all state has the
     weight's shape), so a caller may cut, flatten or join weights: into blocks, into shards.
+    `needs_pairs` says that a write must bring the pairs its gradient came from. `plain` promises
+    gradient descent itself: no state, and the gradient comes out as it went in.
     """
 
     init: Callable[[Tensor], State]
     step: Callable[[Write, State, Tensor, Gates], tuple[Write, State]]
     elementwise: bool = False
+    needs_pairs: bool = False
+    plain: bool = False
 
 
 def apply(
@@ -81,7 +103,13 @@ def chain(*rules: Rule) -> Rule:
             after.append(new)
         return write, tuple(after)
 
-    return Rule(init, step, all(rule.elementwise for rule in rules))
+    return Rule(
+        init,
+        step,
+        elementwise=all(rule.elementwise for rule in rules),
+        needs_pairs=any(rule.needs_pairs for rule in rules),
+        plain=all(rule.plain for rule in rules),
+    )
 
 
 def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) -> Rule:
@@ -93,5 +121,16 @@ def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) 
     return Rule(lambda weight: (), step, elementwise)
 
 
-identity = stateless(lambda grad: grad, elementwise=True)
+identity = stateless(lambda grad: grad, elementwise=True)._replace(plain=True)
 """Plain gradient descent as a rule (Eq. 1)."""
+
+
+def pairs(write: Write, name: str) -> Pairs:
+    """The pairs of a write, for rules that cannot do without them; `name` is the rule's."""
+    if write.x is None or write.u is None:
+        missing = " and ".join(part for part in ("x", "u") if getattr(write, part) is None)
+        raise ValueError(
+            f"{name} learns from a layer's pairs (inputs x, targets u), and this write has no"
+            f" {missing}: pass Write(grad, x, u)"
+        )
+    return Pairs(write.x, write.u)

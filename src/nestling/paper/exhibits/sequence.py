@@ -1,0 +1,134 @@
+"""Sequence models as memories, in their plainest form (Eq. 5, 14-18, 61-65, 67, 69).
+
+A sequence model is a memory written and read token by token: which rule writes is the model. These
+are short references; `nestling.scan` runs the same recurrences fast, `nestling.memories` as layers.
+Shapes: T tokens of width D; keys and queries [..., T, Di], values [..., T, Do].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.objectives import dot, l2, oja
+from nestling.paper.exhibits.gd import argmin, descent, proximity
+from nestling.rules.core import Gates, Rule, Write, apply
+
+__all__ = [
+    "Context",
+    "adatransformer",
+    "delta_net",
+    "fast_weights",
+    "hebbian",
+    "kernel_loss",
+    "linear_attention_proximal",
+    "oja_net",
+    "project_context",
+    "softmax_attention",
+    "write_and_read",
+]
+
+
+class Context(NamedTuple):
+    """What a memory learns from and is asked."""
+
+    keys: Tensor  # [..., T, Di]
+    values: Tensor  # [..., T, Do]
+    queries: Tensor  # [..., T, Di]
+
+
+def project_context(x: Tensor, w_k: Tensor, w_v: Tensor, w_q: Tensor) -> Context:
+    """`k = W_k x, v = W_v x, q = W_q x`: the context flow of a memory (Eq. 14, 61)."""
+    return Context(x @ w_k.mT, x @ w_v.mT, x @ w_q.mT)
+
+
+def write_and_read(
+    rule: Rule,
+    memory: Tensor,
+    context: Context,
+    *,
+    rate: float | Tensor = 1.0,
+    retain: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Write each pair by the rule, then read `y_t = M_t q_t` (Eq. 15-16): reads and last memory.
+
+    `rate` and `retain` are numbers, or tensors [T].
+    """
+    reads, state = [], rule.init(memory)
+    for t in range(context.keys.shape[-2]):
+        k, v = context.keys[..., t : t + 1, :], context.values[..., t : t + 1, :]
+        gates = Gates(
+            rate[t] if isinstance(rate, Tensor) else rate,
+            retain[t] if isinstance(retain, Tensor) else retain,
+            t + 1,
+        )
+        memory, state = apply(rule, memory, Write(-v.mT @ k, k, v), state, gates)
+        reads.append(context.queries[..., t : t + 1, :] @ memory.mT)
+    return torch.cat(reads, dim=-2) if reads else context.values, memory
+
+
+hebbian = descent(dot)
+"""Linear attention; with retention RetNet, RWKV, lightning attention."""
+
+delta_net = descent(l2)
+"""DeltaNet: what the memory answers is taken out before the value is written."""
+
+oja_net = descent(oja)
+"""OjaNet: the memory forgets along the value instead of along the key."""
+
+
+def linear_attention_proximal(memory: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`argmin -<M k, v> + |M - M_t|^2 / 2` (Eq. 17), solved; k [Di], v [Do]."""
+    return argmin(lambda m: dot.measure(m @ k, v) + proximity(m, memory, 1.0), memory)
+
+
+def fast_weights(
+    memory: Tensor,
+    context: Context,
+    feature: Callable[[Tensor], Tensor],
+    *,
+    retain: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`M_t = alpha_t M_{t-1} + v_t phi(k_t)^T`, read `M_t phi(q_t)` (Eq. 5): reads, last memory."""
+    mapped = Context(feature(context.keys), context.values, feature(context.queries))
+    return write_and_read(hebbian, memory, mapped, retain=retain)
+
+
+def kernel_loss(answer: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`sum_i exp(q . k_i / sqrt(d)) |v_i - m|^2`: what attention's answer minimises (Eq. 62)."""
+    similarity = torch.exp(keys @ query / math.sqrt(query.shape[-1]))  # [T]
+    return (similarity * (values - answer).square().sum(-1)).sum()
+
+
+def softmax_attention(context: Context, *, window: int | None = None) -> Tensor:
+    """Causal softmax attention, the Nadaraya-Watson answer of a memory that keeps its pairs.
+
+    It needs no training and forgets nothing (Eq. 62), or all but the last `window` pairs (Eq. 63).
+    """
+    keys, values, queries = context
+    if window is not None and window < 1:
+        raise ValueError(
+            f"softmax_attention: window must be at least 1, or None for all; got {window!r}"
+        )
+    time = torch.arange(keys.shape[-2], device=keys.device)
+    age = time.unsqueeze(-1) - time  # [T, T]
+    visible = age >= 0 if window is None else (age >= 0) & (age < window)
+    scores = queries @ keys.mT / math.sqrt(keys.shape[-1])
+    scores = scores.masked_fill(~visible, -math.inf)
+    return torch.softmax(scores, dim=-1) @ values
+
+
+def adatransformer(
+    context: Context, project_again: Callable[[Tensor], Context], memory: Tensor
+) -> Tensor:
+    """AdaTransformer block: attention, then a linear memory written in context (Eq. 69).
+
+    The Transformer's MLP weight is moved one level up: it starts at a trained `memory` and takes
+    `M_t = M_{t-1} + v_t k_t^T` from the keys and values of the attention's outputs.
+    """
+    reads, _ = write_and_read(hebbian, memory, project_again(softmax_attention(context)))
+    return reads
