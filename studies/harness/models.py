@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.files import BrokenFileError, sync_folder, write_atomic
-from nestling.tree import tree_leaves
 from nestling.models import NestlingForCausalLM, presets
+from nestling.tree import tree_leaves
 
 __all__ = [
     "IGNORE",
