@@ -89,7 +89,7 @@ def train(
 
 
 @torch.no_grad()
-def validate(model: NestlingForCausalLM, data: Tensor, windows_of: int = 48) -> float:
+def validate(model: NestlingForCausalLM, data: Tensor, windows_of: int) -> float:
     """Mean loss in nats per byte over windows of the trained length."""
     losses = []
     for ids in windows(data, windows_of, LENGTH, seed=7).split(8):
@@ -99,7 +99,7 @@ def validate(model: NestlingForCausalLM, data: Tensor, windows_of: int = 48) -> 
 
 
 @torch.no_grad()
-def by_position(model: NestlingForCausalLM, data: Tensor, streams: int = 8) -> list[float]:
+def by_position(model: NestlingForCausalLM, data: Tensor, streams: int) -> list[float]:
     """The loss of streams beyond the trained length, one value for every `LENGTH` bytes."""
     ids = windows(data, streams, FURTHER * LENGTH, seed=8)
     cache = MemoryCache(SIZE.layers)
@@ -112,7 +112,8 @@ def by_position(model: NestlingForCausalLM, data: Tensor, streams: int = 8) -> l
 
 
 def run(arm: str, rate: float, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Train one model and judge it."""
+    """Train one model and judge it; a run of a few steps is judged by less."""
+    quick = steps < 4
     name, fields = ARMS[arm]
     torch.manual_seed(seed)
     model = NestlingForCausalLM(presets.configure(SIZE, name, **fields)).train()
@@ -126,11 +127,11 @@ def run(arm: str, rate: float, seed: int, steps: int, folder: Path) -> dict[str,
         "tokens": steps * ROWS * LENGTH,
         "parameters": model.num_parameters(),
         "train": found.last(),
-        "valid": validate(model, valid),
+        "valid": validate(model, valid, 4 if quick else 48),
         "seconds": found.seconds,
     }
     if seed != TUNING_SEED:
-        result["positions"] = by_position(model, valid)
+        result["positions"] = by_position(model, valid, 1 if quick else 8)
     return result
 
 
@@ -146,7 +147,7 @@ def study(store: Store, folder: Path, arms: list[str], seeds: list[int], steps: 
         tuned = "hope" if arm in VARIANTS else arm
         rate = best(
             RATES,
-            lambda r, arm=tuned: store.get(f"tune/{steps}/{arm}/{r:g}")["valid"],  # type: ignore[misc]
+            lambda r, arm=tuned: store.get(f"tune/{steps}/{arm}/{r:g}")["valid"],
             lower=True,
         )
         key = f"run/{steps}/{arm}/{seed}"

@@ -216,7 +216,7 @@ def study(task: Task, arms: list[str], seeds: list[int], store: Store) -> None:
     rates = {
         arm: best(
             task.rates,
-            lambda rate, arm=arm: store.get(name(task, arm, rate, TUNING_SEED))["loss"],  # type: ignore[misc]
+            lambda rate, arm=arm: store.get(name(task, arm, rate, TUNING_SEED))["loss"],
             lower=True,
         )
         for arm in arms
