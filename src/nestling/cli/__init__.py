@@ -80,6 +80,7 @@ def _main(given: list[str]) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    busy = isinstance(error, OSError) and error.errno == errno.EBUSY  # of nestling.files
-    text = error.strerror if busy else str(error)
+    text = str(error)
+    if isinstance(error, OSError) and error.errno == errno.EBUSY:  # of nestling.files
+        text = error.strerror
     return " ".join((text or type(error).__name__).split())

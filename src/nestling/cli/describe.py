@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console()
-        console.print(description if console.is_terminal else str(description), soft_wrap=True)
+        shown = description if console.is_terminal else str(description)
+        console.print(shown, soft_wrap=True, markup=False)
     if arguments.out:
         print(f"drawn: {description.draw(arguments.out)}")
     return 0

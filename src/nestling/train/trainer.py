@@ -18,6 +18,7 @@ from torch import nn
 from nestling.description import Timeline
 from nestling.files import locked
 from nestling.host import bf16_speed, keep_memory
+from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
@@ -97,7 +98,7 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
         finished = trainer.done
         if finished:
             _export(trainer, folder / "model")
-            if trainer.timeline.moments and world.main:
+            if trainer.timeline.updates and world.main:
                 trainer.timeline.draw(folder / "timeline.svg")
     memory = trainer.memory
     sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)
@@ -311,8 +312,7 @@ class Trainer:
         _restore_random(found.load("random"))
         self.carry = self._load_carry(found)
         self.memory = _Memory(**found.load("memory"))
-        for position, level, surprise, drift in found.load("timeline"):
-            self.timeline.record(position, level, surprise=surprise, drift=drift)
+        self.timeline.extend(_update(*saved) for saved in found.load("timeline"))
         self._watch = self._watcher()
         self.loss = found.facts["loss"]
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
@@ -337,7 +337,7 @@ class Trainer:
             "carry": None if self.carry is None else state_stack(self.carry),
             "random": _random_state(),
             "memory": self.memory._asdict(),
-            "timeline": [tuple(moment) for moment in self.timeline.moments],
+            "timeline": [tuple(update) for update in self.timeline.updates],
         }
         save_checkpoint(
             self.checkpoints,
@@ -478,6 +478,13 @@ def _finite(model: nn.Module) -> bool:
 def _norm(model: nn.Module, clip: float | None) -> float:
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _update(position: int, level: str, *measures: float) -> LevelUpdate:
+    """A saved update; earlier versions kept two measures, the gradient's norm and the step."""
+    if len(measures) == 2:
+        measures = (math.nan, *measures, math.nan)
+    return LevelUpdate(position, level, *measures)
 
 
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
