@@ -82,5 +82,5 @@ def _main(given: list[str]) -> int:
 def _one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.errno == errno.EBUSY:  # of nestling.files
-        text = error.strerror
+        text = error.strerror or text
     return " ".join((text or type(error).__name__).split())
