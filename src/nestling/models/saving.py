@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.continuum.fast import Factors
+from nestling.continuum.state import ContinuumState, LevelState, Pairs
 from nestling.files import load_tree, save_tree
-from nestling.models.cache import MemoryCache, position
-from nestling.tree import tree_leaves
+from nestling.models.cache import Learned, MemoryCache, position
+from nestling.tree import named_tuples, pack, tree_leaves, unpack
 
 __all__ = ["fingerprint", "load_state", "save_state"]
 
@@ -49,12 +51,15 @@ def save_state(folder: str | Path, model: Any, state: MemoryCache) -> None:
     """Save the state of `model`'s memories into a folder; replaces the state saved there before."""
     if state.states is None:
         raise ValueError("the state is empty: the model has not read a token with it yet")
-    facts = {
+    facts: dict[str, Any] = {
         "model": fingerprint(model),
         "position": position(state.states).tolist(),
         "seen": state.get_seq_length(),
     }
-    save_tree(Path(folder), _NAME, dict(tree_leaves(state.states)), facts)
+    tensors = dict(tree_leaves(state.states))
+    if state.learned is not None:
+        tensors, facts["learned"] = pack(state.learned)
+    save_tree(Path(folder), _NAME, tensors, facts)
 
 
 def load_state(folder: str | Path, model: Any) -> MemoryCache:
@@ -66,6 +71,8 @@ def load_state(folder: str | Path, model: Any) -> MemoryCache:
             f" this model's is {own[:12]}): a memory makes sense only with the weights it learned"
             " with"
         )
+    if "learned" in facts:
+        return _learned(model, tensors, facts)
     states = _rebuild(model.model.init_states(len(facts["position"])), "", tensors, model.device)
     if tensors:
         raise ValueError(f"{folder}: unknown parts in the state: {', '.join(sorted(tensors))}")
@@ -75,6 +82,16 @@ def load_state(folder: str | Path, model: Any) -> MemoryCache:
             f" {position(states).tolist()}"
         )
     return MemoryCache(len(states), states, facts["seen"])
+
+
+def _learned(model: Any, tensors: dict[str, Tensor], facts: dict[str, Any]) -> MemoryCache:
+    """The state of a model whose levels learn."""
+    own = (Learned, ContinuumState, LevelState, Factors, Pairs)
+    types = {kind.__name__: kind for kind in own} | named_tuples(model.model.init_states(1))
+    moved = {name: tensor.to(model.device) for name, tensor in tensors.items()}
+    cache = MemoryCache(len(model.model.layers))
+    cache.advance_learned(unpack(moved, facts["learned"], types), facts["seen"])
+    return cache
 
 
 def _rebuild(template: Any, name: str, tensors: dict[str, Tensor], device: torch.device) -> Any:
