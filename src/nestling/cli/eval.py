@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 __all__ = ["parser", "run"]
@@ -22,6 +23,8 @@ loss at position 100,000 is the loss of a model that has read all of it."""
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
+    from nestling.cli.generate import trust_option
+
     made = argparse.ArgumentParser(
         prog="nestling eval",
         description="Perplexity on a file and loss against position, or tasks of lm-eval.",
@@ -44,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
     made.add_argument("--limit", type=int, help="examples per task")
     made.add_argument("--out", type=Path, help="write the figures as JSON")
+    trust_option(made)
     return made
 
 
@@ -51,6 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was measured."""
     if (arguments.file is None) == (arguments.tasks is None and arguments.suite is None):
         raise ValueError("give a file to read, or --tasks, or --suite")
+    if arguments.tasks is not None and not all(arguments.tasks.split(",")):
+        raise ValueError(f"--tasks names tasks, separated by commas; got {arguments.tasks!r}")
+    if arguments.tokens is not None and arguments.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
+    if arguments.bins < 1:
+        raise ValueError(f"--bins must be at least 1; got {arguments.bins}")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
     if arguments.include is not None and not arguments.include.is_dir():
@@ -70,11 +82,13 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
 
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file}: no such file")
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     ids = tokenizer(  # type: ignore[operator]
         arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
     ).input_ids
     result = loss_by_position(model, ids[: arguments.tokens], bins=arguments.bins)
+    if not math.isfinite(result.loss):
+        raise ValueError(f"{arguments.model}: its loss on {arguments.file} is {result.loss}")
     print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
     for start, stop, loss in result.bins:
         print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
@@ -85,7 +99,7 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
     from nestling.cli.generate import load
     from nestling.evaluate.samples import PLAIN_WORDS, Books, parse_lengths
     from nestling.evaluate.suites import SUITES, Data, evaluate
-    from nestling.train.chronicle import chronicles
+    from nestling.train.builtin_text import chronicles
 
     if arguments.suite not in SUITES:
         raise ValueError(f"--suite must be one of {', '.join(SUITES)}; got {arguments.suite!r}")
@@ -94,7 +108,7 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
         data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
     else:
         data = Data.load(arguments.data)
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     found: dict[str, object] = {}
     for result in evaluate(
         model,
@@ -127,7 +141,7 @@ def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
     unknown = [task for task in wanted if task not in known.all_tasks]
     if unknown:
         raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     results = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer),
         tasks=wanted,
