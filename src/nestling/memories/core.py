@@ -62,6 +62,7 @@ __all__ = [
     "same_position",
     "split_heads",
     "state_dtype",
+    "unknown",
     "whole_number",
 ]
 
@@ -91,6 +92,11 @@ def pack(mask: Tensor, longest: int) -> Packed:
     return Packed(order, valid)
 
 
+def unknown(mask: Tensor) -> bool:
+    """Whether nothing may depend on what is in a mask: in compiled code, on the meta device."""
+    return torch.compiler.is_compiling() or mask.is_meta
+
+
 def at_start(batch: int, device: torch.device | str | None) -> Tensor:
     """The position of sequences that have seen nothing: [B]."""
     return _known(torch.zeros(batch, dtype=torch.int64, device=device), 0)
@@ -117,6 +123,8 @@ def same_position(position: Tensor) -> int | None:
         first = int(position[0])
         return first if position.shape[0] == 1 or bool((position == first).all()) else None
     if not hasattr(position, KNOWN):
+        if position.is_meta:
+            return None
         low, high = torch.stack(torch.aminmax(position)).tolist()
         _known(position, low if low == high else None)
     shared: int | None = getattr(position, KNOWN)
@@ -176,7 +184,7 @@ class Memory(nn.Module, abc.ABC):
         if mask is None:
             return self.run(x, state, None, position)
         fewest, most = 0, x.shape[1]
-        if not torch.compiler.is_compiling() and not mask.is_meta:  # (there nobody can tell)
+        if not unknown(mask):
             fewest, most = torch.stack(torch.aminmax(mask.sum(1))).tolist()
         if fewest == x.shape[1]:
             return self.run(x, state, None, position)

@@ -340,9 +340,7 @@ class SelfModifying(Memory):
         if self.steering is not None:
             added, steering = self.steering.run(opened.x, steering, valid, position)
         inputs = self._inputs(opened, valid, added)
-        where = (
-            state.position.repeat_interleave(self.config.heads) if position is None else position
-        )
+        where = where_heads(state.position, position, self.config.heads)
         y, weights, start = scan_self_modifying(
             self.rule, inputs, fold(state.weights), fold(state.start), where, self.config.recompute
         )
@@ -491,6 +489,13 @@ def momentum_gate(theta: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
 def for_all(parameter: Tensor, batch: int, like: Tensor) -> Tensor:
     """A parameter of all heads for every sequence: [H, ...] -> [B H, ...]."""
     return parameter.to(like.dtype).expand(batch, *parameter.shape).flatten(0, 1)
+
+
+def where_heads(position: Tensor, shared: int | None, heads: int) -> int | Tensor:
+    """The position of all items of a scan, or of each, [B H]."""
+    if shared is None and position.is_meta:  # shapes are the same everywhere
+        return 0
+    return position.repeat_interleave(heads) if shared is None else shared
 
 
 def fold(weights: Weights) -> Weights:

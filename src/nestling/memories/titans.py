@@ -33,6 +33,7 @@ from nestling.memories.self_modifying import (
     start_memories,
     start_weights,
     unfold,
+    where_heads,
 )
 from nestling.norm import unit
 from nestling.objectives import l2
@@ -140,8 +141,7 @@ class Titans(Memory):
         inputs = self._inputs(opened, valid)
         weights, start = fold(state.weights), fold(state.start)
         if position is None or valid is not None:
-            apart = state.position.repeat_interleave(self.config.heads)
-            where = apart if position is None else position
+            where = where_heads(state.position, position, self.config.heads)
             y, weights, start = scan_self_modifying(self.rule, inputs, weights, start, where)
         else:
             y, weights, start = self._scan(inputs, weights, start, position)
