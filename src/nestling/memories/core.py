@@ -85,8 +85,10 @@ class Packed(NamedTuple):
         return out.scatter_add(1, self.order.unsqueeze(-1).expand(-1, -1, y.shape[-1]), y)
 
 
-def pack(mask: Tensor, longest: int) -> Packed:
+def pack(mask: Tensor, longest: int | None = None) -> Packed:
     """Bring the real tokens of every row, at most `longest`, to the front, in order."""
+    if longest is None:
+        longest = mask.shape[1] if unknown(mask) else int(mask.sum(1).max())
     order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
     valid = torch.arange(longest, device=mask.device) < mask.sum(1).unsqueeze(1)
     return Packed(order, valid)
