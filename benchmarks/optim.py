@@ -17,7 +17,7 @@ import torch
 from common import interleaved, verdict
 from torch import nn
 
-from nestling.host import bfloat16_is_quicker, keep_memory
+from nestling.host import bf16_is_quicker, keep_memory
 from nestling.optim import DGD, M3, AdaMuon, DeepMomentum, DeltaMomentum, Muon, capture, compose
 from nestling.rules import adam
 
@@ -129,7 +129,7 @@ def main() -> int:
         print(f"{name:<24} {1e3 * time_:12.1f} {state}")
     targets = [
         ("M3", "Muon", 1.15),
-        ("M3", "torch.optim.Muon", 1.15 if bfloat16_is_quicker() else 0.6),
+        ("M3", "torch.optim.Muon", 1.15 if bf16_is_quicker() else 0.6),
         ("DGD training", "SGD training", 1.5),
         ("DGD erase=1 training", "SGD training", 1.5),
         ("AdamW from rules", "torch AdamW loop", 1.5),

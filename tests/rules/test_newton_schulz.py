@@ -108,7 +108,7 @@ def test_precision_follows_the_device(monkeypatch):
     seen = []
     for quicker in (True, False):
         module = sys.modules["nestling.rules.newton_schulz"]
-        monkeypatch.setattr(module, "bfloat16_is_quicker", lambda quicker=quicker: quicker)
+        monkeypatch.setattr(module, "bf16_is_quicker", lambda quicker=quicker: quicker)
         matrix = torch.randn(130, 140)
         seen.append(newton_schulz(matrix))
         small, wide = torch.randn(30, 40), torch.randn(130, 140, dtype=torch.float64)
@@ -119,15 +119,15 @@ def test_precision_follows_the_device(monkeypatch):
     assert seen[0].dtype == torch.float32
 
 
-def test_the_cpu_is_measured_where_it_cannot_hurt(monkeypatch):
-    """A measurement that faults, hangs or prints nonsense means float32."""
-    host.bfloat16_is_quicker.cache_clear()
-    monkeypatch.setattr(host, "_advertised", lambda name: True)
-    answers = {"print(True)": True, "print(False)": False, "import os; os.abort()": False}
-    for code, expected in answers.items():
-        monkeypatch.setattr(host, "_MEASURE", code)
-        assert host.bfloat16_is_quicker() is expected
-        host.bfloat16_is_quicker.cache_clear()
+def test_a_cpu_is_asked_only_if_it_has_the_instructions(monkeypatch):
+    for has, speed, quicker in [(True, 2.0, True), (True, 1.1, False), (True, None, False)]:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        monkeypatch.setattr(host, "bf16_speed", lambda speed=speed: speed)
+        assert host.bf16_is_quicker() is quicker
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(host, "bf16_speed", lambda: pytest.fail("measured for nothing"))
+    assert host.bf16_is_quicker() is False
 
 
 def test_bad_input_is_refused():

@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nestling.host import bfloat16_is_quicker
+from nestling.host import bf16_is_quicker
 from nestling.rules.core import Rule, factory, stateless
 from nestling.rules.size import norm
 
@@ -119,7 +119,7 @@ def quick_precision(device: torch.device) -> torch.dtype:
     instructions that fault.
     """
     if device.type == "cpu":
-        return torch.bfloat16 if bfloat16_is_quicker() else torch.float32
+        return torch.bfloat16 if bf16_is_quicker() else torch.float32
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
