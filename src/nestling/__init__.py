@@ -14,34 +14,77 @@ from typing import TYPE_CHECKING, Any
 from nestling import registration as _registration
 
 if TYPE_CHECKING:
-    from nestling.adaptation import adapt
+    from nestling import memories, models, optim, scan
+    from nestling.adaptation import adapt, load_learner
+    from nestling.continuum import Continuum
     from nestling.description import describe
     from nestling.levels import Level
     from nestling.models import NestlingConfig, NestlingForCausalLM
+    from nestling.optim import (
+        DGD,
+        M3,
+        AdaMuon,
+        DeepMomentum,
+        DeltaMomentum,
+        Muon,
+        NestedOptimizer,
+        compose,
+        param_groups,
+    )
 
 __version__ = "0.1.0"
 
+_MODULES = ("memories", "models", "optim", "scan")
+
 _LAZY = {
+    "AdaMuon": "nestling.optim",
+    "Continuum": "nestling.continuum",
+    "DGD": "nestling.optim",
+    "DeepMomentum": "nestling.optim",
+    "DeltaMomentum": "nestling.optim",
     "Level": "nestling.levels",
+    "M3": "nestling.optim",
+    "Muon": "nestling.optim",
+    "NestedOptimizer": "nestling.optim",
     "NestlingConfig": "nestling.models",
     "NestlingForCausalLM": "nestling.models",
     "adapt": "nestling.adaptation",
+    "compose": "nestling.optim",
     "describe": "nestling.description",
+    "load_learner": "nestling.adaptation",
+    "param_groups": "nestling.optim",
 }
 
 __all__ = [
+    "DGD",
+    "M3",
+    "AdaMuon",
+    "Continuum",
+    "DeepMomentum",
+    "DeltaMomentum",
     "Level",
+    "Muon",
+    "NestedOptimizer",
     "NestlingConfig",
     "NestlingForCausalLM",
     "__version__",
     "adapt",
+    "compose",
     "describe",
+    "load_learner",
+    "memories",
+    "models",
+    "optim",
+    "param_groups",
+    "scan",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    if name in _LAZY or name in _MODULES:
         try:
+            if name in _MODULES:
+                return importlib.import_module(f"nestling.{name}")
             return getattr(importlib.import_module(_LAZY[name]), name)
         except ModuleNotFoundError as error:
             if error.name not in ("transformers", "tokenizers", "huggingface_hub"):
@@ -53,7 +96,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted([*globals(), *_LAZY, *_MODULES])
 
 
 _registration.register()

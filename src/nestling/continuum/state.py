@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nestling.continuum.fast import Fast
 from nestling.levels import Level, LevelUpdate
-from nestling.rules.core import Rule, identity
+from nestling.rules.core import Pairs, Rule, identity
 
 __all__ = ["ContinuumState", "LevelState", "MemoryLevel", "Output", "Pairs"]
 
@@ -58,13 +58,6 @@ class MemoryLevel(Level):
     def active(self) -> bool:
         """False when this level can never change."""
         return self.chunk != math.inf and (self.rate != 0.0 or self.retain != 1.0)
-
-
-class Pairs(NamedTuple):
-    """The pairs a gradient came from: inputs, and targets `u = -dL/dy` of the summed loss."""
-
-    x: Tensor  # [B, n, Di]
-    u: Tensor  # [B, n, Do]
 
 
 class LevelState(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nestling.description.description import Component, Description
-from nestling.description.modules import collapse, continuum, in_context, unknown
+from nestling.description.modules import collapse, continuum, in_context, unknown_mixers
 from nestling.description.optimizers import Stepped, memories, parts
 
 __all__ = ["describe"]
@@ -58,7 +58,7 @@ def describe(model: nn.Module | Described, optimizer: Optimizer | None = None) -
     notes = [] if optimizer else [NO_OPTIMIZER]
     if optimizer:
         title += f" with {_optimizer_name(optimizer)}"
-    notes += continuum(model) + unknown(model)
+    notes += continuum(model) + unknown_mixers(model)
     return Description(title, [*in_context(model), *_outer(model, optimizer, notes)], notes)
 
 

@@ -11,7 +11,18 @@ from nestling.description.description import (
     LevelDescription,
     short,
 )
-from nestling.description.svg import INK, QUIET, Line, arrow, box, document, fit, loop, text, wave
+from nestling.description.svg import (
+    INK,
+    QUIET,
+    TextLine,
+    arrow,
+    box,
+    document,
+    fit,
+    loop,
+    text,
+    wave,
+)
 
 __all__ = ["page", "picture"]
 
@@ -103,9 +114,9 @@ def _shown(level: LevelDescription) -> tuple[list[Component], list[Component]]:
     )
 
 
-def _lines(component: Component, width: float) -> list[Line]:
+def _lines(component: Component, width: float) -> list[TextLine]:
     room = width - 24
-    lines: list[Line] = [(line, 13, INK, True) for line in fit(component.name, room - 26, 13)]
+    lines: list[TextLine] = [(line, 13, INK, True) for line in fit(component.name, room - 26, 13)]
     lines += [(line, 11, INK, False) for line in fit(_numbers(component), room, 11)]
     for label, words in (
         ("learns", component.objective),
@@ -130,7 +141,7 @@ def _numbers(component: Component) -> str:
     return " · ".join(counts)
 
 
-def _more(hidden: list[Component], width: float) -> list[Line]:
+def _more(hidden: list[Component], width: float) -> list[TextLine]:
     parameters = sum(c.parameters for c in hidden)
     names = ", ".join(c.name for c in hidden)
     return [

@@ -21,7 +21,7 @@ from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
 from nestling.tree import tree_leaves
 
-__all__ = ["collapse", "continuum", "in_context", "unknown"]
+__all__ = ["collapse", "continuum", "in_context", "unknown_mixers"]
 
 PAIRS = "keys and values of the sequence"
 START = "its start is learned by backpropagation"
@@ -51,7 +51,7 @@ def continuum(model: nn.Module) -> list[str]:
 MIXING = re.compile(r"Attention|Mixer|Mamba|SSM|Recurrent|RWKV|LSTM|GRU|RNN|DeltaNet|Retention")
 
 
-def unknown(model: nn.Module) -> list[str]:
+def unknown_mixers(model: nn.Module) -> list[str]:
     """A note on modules whose names say that they mix a sequence, but whose way is not known."""
     names = sorted(set(_unknown(model)))
     if not names:

@@ -6,7 +6,7 @@ import math
 import re
 from html import escape
 
-__all__ = ["CHAR", "Line", "arrow", "box", "document", "fit", "loop", "text", "wave"]
+__all__ = ["CHAR", "TextLine", "arrow", "box", "document", "fit", "loop", "text", "wave"]
 
 CHAR = 0.6
 """Width of a letter in units of the font size, a little more than a sans-serif font needs."""
@@ -14,7 +14,7 @@ CHAR = 0.6
 INK, QUIET, PAPER = "#1d2733", "#5b6875", "#ffffff"
 FONT = "font-family=\"'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif\""
 
-Line = tuple[str, int, str, bool]
+TextLine = tuple[str, int, str, bool]
 """One line of text: what, size, colour, bold."""
 
 
@@ -60,7 +60,7 @@ def box(
     y: float,
     width: float,
     height: float,
-    lines: list[Line],
+    lines: list[TextLine],
     colour: str,
     *,
     title: str,

@@ -18,7 +18,7 @@ from torch import Tensor
 from nestling.rules import Gates, Rule, Write
 from nestling.tree import tree_dict, tree_from_dict
 
-__all__ = ["Item", "Leaves", "Result", "Step", "flat_step", "matrix", "run"]
+__all__ = ["Item", "Leaves", "Step", "StepResult", "flat_step", "matrix", "run_batched"]
 
 SMALL = 1 << 16
 """Parameters of at most this many elements are batched by default; larger ones run one by one."""
@@ -41,7 +41,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class StepResult:
     """The direction to step along and the state after it, for `items[index]`.
 
     `shared`: the state is part of a larger tensor, to be copied rather than kept.
@@ -71,9 +71,9 @@ def flat_step(rule: Rule) -> Step:
     return step
 
 
-def run(
+def run_batched(
     rule: Rule, step: Step, items: Sequence[Item], gates: Gates, foreach: bool | None = None
-) -> Iterator[Result]:
+) -> Iterator[StepResult]:
     """One step of `rule` for every item. `foreach`: True batches, False loops, None decides.
 
     `step` is `flat_step(rule)`, compiled or not.
@@ -107,23 +107,23 @@ def _batches(rule: Rule, items: Sequence[Item], foreach: bool | None) -> list[li
     return batches
 
 
-def _one(rule: Rule, step: Step, index: int, item: Item, gates: Gates) -> Result:
+def _one(rule: Rule, step: Step, index: int, item: Item, gates: Gates) -> StepResult:
     """A single parameter, without copies."""
     shape = item.weight.shape
     if rule.elementwise or item.weight.ndim == 2:
         write = Write(item.grad, item.x, item.u)
         after, leaves = step(write, item.leaves, item.weight, gates)
-        return Result(index, after, {k: _own(v, item.grad) for k, v in leaves.items()}, False)
+        return StepResult(index, after, {k: _own(v, item.grad) for k, v in leaves.items()}, False)
     inside = matrix(item.weight)
     leaves = {k: matrix(v) if v.shape == shape else v for k, v in item.leaves.items()}
     after, leaves = step(Write(matrix(item.grad)), leaves, inside, gates)
     leaves = {k: v.reshape(shape) if v.shape == inside.shape else v for k, v in leaves.items()}
-    return Result(index, after.reshape(shape), leaves, True)
+    return StepResult(index, after.reshape(shape), leaves, True)
 
 
 def _stacked(
     step: Step, indices: list[int], items: Sequence[Item], gates: Gates
-) -> Iterator[Result]:
+) -> Iterator[StepResult]:
     """Same-shaped matrices, stacked along a new first dimension."""
     batch = [items[i] for i in indices]
     inside = matrix(batch[0].weight).shape
@@ -145,10 +145,12 @@ def _stacked(
         shape = item.weight.shape
         parts = {k: v[place] for k, v in state.items()}
         parts = {k: v.reshape(shape) if v.shape == inside else v for k, v in parts.items()}
-        yield Result(index, after[place].reshape(shape), parts, True)
+        yield StepResult(index, after[place].reshape(shape), parts, True)
 
 
-def _flat(step: Step, indices: list[int], items: Sequence[Item], gates: Gates) -> Iterator[Result]:
+def _flat(
+    step: Step, indices: list[int], items: Sequence[Item], gates: Gates
+) -> Iterator[StepResult]:
     """An elementwise rule on parameters of any shape, joined into one vector."""
     batch = [items[i] for i in indices]
     sizes = [item.weight.numel() for item in batch]
@@ -163,7 +165,7 @@ def _flat(step: Step, indices: list[int], items: Sequence[Item], gates: Gates) -
     for place, (index, item) in enumerate(zip(indices, batch, strict=True)):
         shape = item.weight.shape
         own = {k: v[place].reshape(shape) for k, v in parts.items()}
-        yield Result(index, directions[place].reshape(shape), own, True)
+        yield StepResult(index, directions[place].reshape(shape), own, True)
 
 
 def _own(leaf: Tensor, grad: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.optim.batch import Item, Result
+from nestling.optim.batch import Item, StepResult
 from nestling.rules import Rule
 
-__all__ = ["is_sharded", "local", "run", "start"]
+__all__ = ["is_sharded", "local", "run_sharded", "start"]
 
-Run = Callable[[Sequence[Item]], Iterator[Result]]
+Run = Callable[[Sequence[Item]], Iterator[StepResult]]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -46,7 +46,7 @@ def start(
     return {k: _shard(v, weight) for k, v in initial(rule, _full(weight).to(dtype)).items()}
 
 
-def run(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[Result]:
+def run_sharded(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     """`inner` over the items, whole or sharded; directions come back as this rank's part."""
     cut = [i for i, item in enumerate(items) if is_sharded(item.weight)]
     if not cut:
@@ -71,16 +71,16 @@ def run(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[Result]:
         yield replace(result, index=cut[result.index], leaves=leaves)
 
 
-def _gathered(items: Sequence[Item], inner: Run) -> Iterator[Result]:
+def _gathered(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     """Every rank runs the rule on whole matrices and keeps its own part of the results."""
     for result in inner([_map(_full, item) for item in items]):
         like = items[result.index].weight
 
         leaves = {k: local(_shard(v, like)) for k, v in result.leaves.items()}
-        yield Result(result.index, local(_shard(result.direction, like)), leaves, True)
+        yield StepResult(result.index, local(_shard(result.direction, like)), leaves, True)
 
 
-def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[Result]:
+def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     """Each rank runs the rule on its share of the matrices."""
     mesh, names = items[0].weight.device_mesh, list(items[0].leaves)  # type: ignore[attr-defined]
     ranks, me, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
@@ -104,7 +104,7 @@ def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[Result]:
     queues = [iter(parts) for parts in _all_to_all(send, shapes, local(items[0].weight), group)]
     for index, o in enumerate(owner):
         direction = next(queues[o])
-        yield Result(index, direction, {k: next(queues[o]) for k in names}, True)
+        yield StepResult(index, direction, {k: next(queues[o]) for k in names}, True)
 
 
 def _all_to_all(

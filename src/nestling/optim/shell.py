@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nestling.optim import sharded
-from nestling.optim.batch import Item, Result, Step, flat_step, matrix, run
+from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_batched
 from nestling.rules import Gates, Rule, accumulate
 from nestling.tree import tree_dict
 
@@ -162,10 +162,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             parameters = [p for p in parameters if not self.take_directly(group, p, gates)]
             items = self.items(group, parameters)
 
-            def inner(some: Sequence[Item], gates: Gates = gates) -> Iterator[Result]:
-                return run(rule, flat, some, gates, group["foreach"])
+            def inner(some: Sequence[Item], gates: Gates = gates) -> Iterator[StepResult]:
+                return run_batched(rule, flat, some, gates, group["foreach"])
 
-            for result in sharded.run(rule, items, inner):
+            for result in sharded.run_sharded(rule, items, inner):
                 parameter = parameters[result.index]
                 self._take(parameter, self._followed(group, parameter, result.direction), gates)
                 self._keep(parameter, result)
@@ -232,7 +232,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         if "master" in self.state[parameter]:
             sharded.local(parameter).copy_(weight)
 
-    def _keep(self, parameter: Tensor, result: Result) -> None:
+    def _keep(self, parameter: Tensor, result: StepResult) -> None:
         """Keep the new state, in memory and layout of its own."""
         state = self.state[parameter]
         for key, new in result.leaves.items():

@@ -14,6 +14,7 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,8 +97,12 @@ def citations(text: str | None) -> frozenset[int]:
     return frozenset(n for match in CITATION.findall(text or "") for n in expand(match))
 
 
+@cache
 def symbols(package: Path = PACKAGE) -> list[Symbol]:
-    """Every symbol of the package that cites an equation, in the order of files and lines."""
+    """Every symbol of the package that cites an equation, in the order of files and lines.
+
+    Read once per process.
+    """
     found: list[Symbol] = []
     for path in sorted(package.rglob("*.py")):
         parts = (package.name, *path.relative_to(package).with_suffix("").parts)
@@ -130,6 +135,7 @@ def _string(node: ast.stmt | None) -> str | None:
     return None
 
 
+@cache
 def executions(folder: Path = TESTS) -> list[Execution]:
     """Every test function marked with `pytest.mark.equation`; none where there is no folder."""
     found: list[Execution] = []

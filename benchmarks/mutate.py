@@ -1,0 +1,274 @@
+"""Is every equation verified, or only called? Break its symbol on purpose and see a test fail.
+
+    python benchmarks/mutate.py                  # every equation, until one wrong version is caught
+    python benchmarks/mutate.py 57 88            # these equations
+    python benchmarks/mutate.py --all            # every wrong version of every equation's symbols
+
+A wrong version changes one thing in a function that cites the equation: a sign, a term left out, a
+number off by one, operands exchanged, a transpose forgotten. The tests marked with the equation run
+on it, each time in a process forked from one that has imported everything. A wrong version is
+caught when a test fails. Printed: per equation what was tried, and how many were caught in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import gc
+import io
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 90  # a wrong version that runs longer does not end: caught
+CAUGHT, SURVIVED, UNTOUCHED = "caught", "survived", "not reached"
+
+
+class Mutant(NamedTuple):
+    """One wrong version of a file: what was changed where, and the changed syntax tree."""
+
+    symbol: str
+    line: int
+    what: str
+    path: Path
+    tree: ast.Module
+
+
+def wrong_versions(symbol) -> list[Mutant]:
+    """All mutants of the code of one symbol of the registry, signs and terms first."""
+    tree = ast.parse(symbol.path.read_text(encoding="utf-8"))
+    inside = [n for n in _code(tree) if symbol.first <= getattr(n, "lineno", 0) <= symbol.last]
+    made: list[tuple[int, Mutant]] = []
+    for node in inside:
+        for rank, what, new in _changes(node):
+            other = copy.deepcopy(tree, {id(node): _placed(new, node)})
+            made.append((rank, Mutant(symbol.name, node.lineno, what, symbol.path, other)))
+    random.Random(symbol.name).shuffle(made)
+    return [mutant for _, mutant in sorted(made, key=lambda pair: pair[0])]
+
+
+def _placed(new: ast.AST, old: ast.AST) -> ast.AST:
+    return ast.fix_missing_locations(ast.copy_location(new, old))
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that compute something: no annotations, docstrings, messages or checks."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "exc", "msg", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Raise):
+                continue
+            if isinstance(child, ast.If) and all(isinstance(s, ast.Raise) for s in child.body):
+                continue
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                continue
+            yield from _code(child)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
+    """What can be wrong about one node: rank (0 first), words, and the wrong node."""
+    if isinstance(node, ast.BinOp):
+        text = ast.unparse(node)
+        signs: dict[type, ast.operator] = {ast.Add: ast.Sub(), ast.Sub: ast.Add()}
+        if type(node.op) in signs:
+            flipped = ast.BinOp(node.left, signs[type(node.op)], node.right)
+            yield 0, f"sign of {text}", flipped
+            yield 1, f"only {ast.unparse(node.left)} of {text}", node.left
+        elif isinstance(node.op, ast.Mult):
+            yield 1, f"only {ast.unparse(node.right)} of {text}", node.right
+            yield 1, f"only {ast.unparse(node.left)} of {text}", node.left
+        elif isinstance(node.op, ast.MatMult):
+            yield 2, f"exchanged {text}", ast.BinOp(node.right, node.op, node.left)
+        elif isinstance(node.op, ast.Div):
+            yield 1, f"only {ast.unparse(node.left)} of {text}", node.left
+        elif isinstance(node.op, ast.FloorDiv | ast.Mod | ast.Pow):
+            yield 1, f"one more in {text}", ast.BinOp(node, ast.Add(), ast.Constant(1))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield 0, f"sign of {ast.unparse(node)}", node.operand
+    elif isinstance(node, ast.Attribute) and node.attr == "mT" and isinstance(node.ctx, ast.Load):
+        yield 3, f"not transposed: {ast.unparse(node)}", node.value
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+        other = ast.NotEq() if isinstance(node.ops[0], ast.Eq) else ast.Eq()
+        yield 2, f"not {ast.unparse(node)}", ast.Compare(node.left, [other], node.comparators)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield 3, f"{node.value} + 1", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TWO_FIRST:
+        first, second, *rest = node.args if len(node.args) > 1 else (None, None)
+        if first is not None and second is not None:
+            wrong = ast.Call(node.func, [second, first, *rest], node.keywords)
+            yield 2, f"arguments exchanged in {ast.unparse(node)}", wrong
+
+
+TWO_FIRST = ("accumulate", "add", "addcmul", "lerp", "gd", "apply", "proximity", "loss", "gradient")
+"""Functions whose first two arguments are not the same thing."""
+
+
+LIVE: list[FunctionType] = []
+"""The package's functions, as they were before the first fork."""
+
+
+def put_in(mutant: Mutant) -> bool:
+    """Give every live function of the file the mutant's code; False if none changed."""
+    path = str(mutant.path)
+    new: dict[tuple[str, int], CodeType] = {}
+
+    def walk(code: CodeType) -> None:
+        new[code.co_qualname, code.co_firstlineno] = code
+        for part in code.co_consts:
+            if isinstance(part, CodeType):
+                walk(part)
+
+    walk(compile(mutant.tree, path, "exec"))
+    changed = False
+    for function in LIVE:
+        old = function.__code__
+        code = new.get((old.co_qualname, old.co_firstlineno)) if old.co_filename == path else None
+        if code is not None and code != old and code.co_freevars == old.co_freevars:
+            function.__code__ = code
+            changed = True
+    return changed
+
+
+def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
+    """What the tests say of a mutant (None: of the code as it is), in a process of its own."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        gc.disable()
+        signal.alarm(SECONDS)
+        quiet = io.StringIO()
+        with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+            code = _run(mutant, tests)
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return CAUGHT
+    return {0: SURVIVED, 99: UNTOUCHED}.get(os.WEXITSTATUS(status), CAUGHT)
+
+
+def _run(mutant: Mutant | None, tests: Sequence[str]) -> int:
+    import pytest
+
+    if mutant is not None and not put_in(mutant):
+        return 99
+    options = [
+        "-x",
+        "-q",
+        "--no-header",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+    ]
+    return int(pytest.main([*options, *tests]))
+
+
+class Verdict(NamedTuple):
+    """One equation: how many wrong versions were tried and caught, and the first that was."""
+
+    number: int
+    tried: int
+    caught: int
+    example: str
+    survivors: list[str]
+
+
+def examine(entry, *, every: bool, most: int = 40) -> Verdict:
+    """Try wrong versions of an equation's symbols, all or until one is caught."""
+    everything = [test.name for test in entry.tests]
+    tests = [name for name in everything if name.startswith("tests/equations/")] or everything
+    tried, caught, example = 0, 0, ""
+    survivors: list[str] = []
+    queues = [wrong_versions(symbol) for symbol in sorted(entry.symbols, key=_plainness)]
+    turns = [m for turn in range(most) for q in queues for m in q[turn : turn + 1]]
+    for mutant in turns if every else turns[:most]:
+        found = outcome(mutant, tests)
+        if found == UNTOUCHED:
+            continue
+        tried += 1
+        words = f"{mutant.symbol}:{mutant.line} {mutant.what}"
+        if found == CAUGHT:
+            caught += 1
+            example = example or words
+            if not every:
+                break
+        else:
+            survivors.append(words)
+    return Verdict(entry.equation.number, tried, caught, example, survivors)
+
+
+def _plainness(symbol) -> int:
+    """The plain functions of an equation come before the layers and optimizers that use them."""
+    places = (".paper.exhibits.", ".levels.", ".objectives.", ".rules.", "naive", ".paper.")
+    return next((rank for rank, place in enumerate(places) if place in symbol.name), len(places))
+
+
+def prepare() -> list:
+    """Import everything the tests need once, and read the index."""
+    os.chdir(ROOT)
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    import pytest
+    import torch
+
+    from nestling.paper.registry import index
+
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/equations"])
+    source = str(ROOT / "src")
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType and thing.__code__.co_filename.startswith(source):
+            LIVE.append(thing)
+    entries = index()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    return entries
+
+
+def main() -> int:
+    """Examine the equations asked for; 0 if each has a wrong version that was caught."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("equations", nargs="*", type=int, help="numbers; default all")
+    parser.add_argument("--all", action="store_true", help="try every wrong version")
+    parser.add_argument("--show", action="store_true", help="name those that were not caught")
+    arguments = parser.parse_args()
+    entries = {entry.equation.number: entry for entry in prepare()}
+    chosen = arguments.equations or list(entries)
+    verdicts = []
+    start = time.perf_counter()
+    for number in chosen:
+        verdict = examine(entries[number], every=arguments.all)
+        verdicts.append(verdict)
+        print(
+            f"Eq. {number:>3}: {verdict.caught} of {verdict.tried} caught  {verdict.example[:90]}",
+            flush=True,
+        )
+        for words in verdict.survivors if arguments.show else ():
+            print(f"          survived: {words}")
+    verified = [v.number for v in verdicts if v.caught]
+    caught, tried = sum(v.caught for v in verdicts), sum(v.tried for v in verdicts)
+    missing = [v.number for v in verdicts if not v.caught]
+    print(
+        f"{len(verified)} of {len(verdicts)} equations verified; {caught} of {tried} wrong versions"
+        f" caught in {time.perf_counter() - start:.0f} s"
+    )
+    if missing:
+        print(f"not verified: {missing}")
+    return 0 if not missing else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
