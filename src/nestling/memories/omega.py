@@ -13,7 +13,7 @@ from nestling.memories.linear import Gates, LinearConfig
 from nestling.memories.parts import make_shell, whole_number
 from nestling.memories.state import state_start
 from nestling.norm import unit
-from nestling.scan.self_modifying_segment import decays
+from nestling.scan.self_modifying.segment import decays
 
 __all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
 

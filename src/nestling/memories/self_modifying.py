@@ -18,7 +18,7 @@ from nestling.memories.state import state_start, tree_map
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
-from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
 

@@ -1,7 +1,7 @@
 """Two-layer memories in the self-modifying scan: segments by the two-layer kernel's own passes.
 
 What a segment takes from its start weights (k, v, q, gates, self-generated values) is a small
-differentiable function; the learning and the reads, where the work is, go through `mlp_chunk`,
+differentiable function; the learning and the reads, where the work is, go through `deep.chunk`,
 forwards and backwards by hand, with the N memories of an item stacked along its batch.
 Only the segments' start weights are kept; the backward pass computes each segment again.
 """
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu as plain_silu
 
 from nestling.norm import unit
-from nestling.scan import mlp_chunk as two
-from nestling.scan.mlp_types import silu
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, take
+from nestling.scan.deep import chunk as two
+from nestling.scan.deep.types import silu
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, take
 
 __all__ = ["fits", "scan_deep"]
 

@@ -11,7 +11,7 @@ retain in the chunk, `Lb_ts = g_{t-1}/g_s rate_s` (s < t), `cb_s = g_C/g_s rate_
 The kernel sees the rate only through these, so its backward pass never divides.
 
 **Write.** `e_t = u_t - S_{t-1} k_t` is what a layer still has to learn when token t comes (DGD);
-`nestling.scan.chunk` with `w = rate e`. Layer 2 has inputs X and layer 1 inputs K:
+`nestling.scan.delta.chunk` with `w = rate e`. Layer 2 has inputs X and layer 1 inputs K:
 
     Z = X S2'   H = sigma(Z)   n = max(1, |H|)   K = H / n   P = K S1'
     U1 = clip(V - X - n P)     A = U1 S1         U2 = clip(sigma'(Z) o A)
@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.scan.blocks import decay, unit_inverse
-from nestling.scan.mlp_types import Sigma
+from nestling.scan.deep.types import Sigma
 from nestling.scan.segments import Workspace
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Self-modifying Titans token by token, as Eq. 83-88 read: the reference for the fast scan.
 
-One sequence and head is one item of the batch `b`; see `scan.self_modifying_types` for the rest of
+One sequence and head is one item of the batch `b`; see `rule` for the rest of
 the legend. `step` is the model: everything is taken at the weights `at`, which are the current ones
 in Eq. 83-88 and those at the start of each memory's chunk in Eq. 90.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nestling.norm import unit
-from nestling.scan.self_modifying_types import (
+from nestling.scan.self_modifying.rule import (
     Inputs,
     SelfRule,
     Weights,

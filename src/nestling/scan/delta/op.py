@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.scan.backward import backward
 from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
-from nestling.scan.chunk import scan_chunk_autograd
-from nestling.scan.forward import Options, Saved, forward
-from nestling.scan.naive import run_naive
+from nestling.scan.delta.backward import backward
+from nestling.scan.delta.chunk import scan_chunk_autograd
+from nestling.scan.delta.forward import Options, Saved, forward
+from nestling.scan.delta.naive import run_naive
 
 __all__ = ["scan_chunk"]
 

@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
-from nestling.scan.naive import run_naive
+from nestling.scan.delta.naive import run_naive
 
 __all__ = ["products", "scan_chunk_autograd"]
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nestling.scan.self_modifying_tape import Desk, Grads, Tape
-from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule
+from nestling.scan.self_modifying.tape import Desk, Grads, Tape
 
 __all__ = ["backward", "forward", "one_token"]
 

@@ -2,8 +2,8 @@
 
 Everything that depends on weights is taken at `start`, the weights where each memory's chunk
 starts, so only the linear recurrence of the weights runs inside the segment; it is solved as in
-`nestling.scan.chunk`. This form covers every option (2-layer memories, momentum,
-padding, segments cut anywhere); `self_modifying_backward` has the matrix memory by hand.
+`nestling.scan.delta.chunk`. This form covers every option (2-layer memories, momentum,
+padding, segments cut anywhere); `kernel` has the matrix memory by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from nestling.norm import unit
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip, whole
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, whole
 
 __all__ = ["Decay", "answer", "decays", "project", "recall", "segment"]
 

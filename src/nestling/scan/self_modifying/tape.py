@@ -1,4 +1,4 @@
-"""What passes between the segments of `self_modifying_matrix`: tapes, a desk and gradients.
+"""What passes between the segments of `kernel`: tapes, a desk and gradients.
 
 Legend: b = sequences x heads, C tokens of a segment, N memories, d head width.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.scan.self_modifying_types import Inputs, SelfRule
+from nestling.scan.self_modifying.rule import Inputs, SelfRule
 
 __all__ = ["FLAT", "Desk", "Grads", "Piles", "Shelf", "Tape", "restore", "slim"]
 

@@ -1,7 +1,7 @@
 """The two-layer memory scan, fast: sequential over chunks, matrix products within.
 
 The backward pass is written by hand; its derivation, and how to stack several memories, is in
-`mlp_chunk`. `mlp_naive` is the same function token by token. The forward pass keeps the weights
+`chunk`. `naive` is the same function token by token. The forward pass keeps the weights
 where each chunk starts and what is cheap to keep of the chunk; with `recompute` only the weights,
 and the backward pass runs each chunk's forward pass again.
 """
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.objectives import Objective, l2
-from nestling.scan.api import scan
 from nestling.scan.checks import Read, Rule, compute_dtype
-from nestling.scan.mlp_chunk import (
+from nestling.scan.deep.chunk import (
     Chunk,
     FirstLayer,
     Gates,
@@ -34,9 +33,10 @@ from nestling.scan.mlp_chunk import (
     write,
     write_backward,
 )
-from nestling.scan.mlp_chunk import read as read_chunk
-from nestling.scan.mlp_naive import compose
-from nestling.scan.mlp_types import MLPState, Sigma, check_mlp, is_l2, silu
+from nestling.scan.deep.chunk import read as read_chunk
+from nestling.scan.deep.naive import compose
+from nestling.scan.deep.types import MLPState, Sigma, check_mlp, is_l2, silu
+from nestling.scan.delta.api import scan
 from nestling.scan.orders import is_any_order
 
 __all__ = ["scan_mlp"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.scan.forward import Options, Parts, Saved, prepare, rows_read, solve
+from nestling.scan.delta.forward import Options, Parts, Saved, prepare, rows_read, solve
 from nestling.scan.segments import Segment, Workspace, segments
 
 __all__ = ["Gradients", "backward"]

@@ -1,8 +1,8 @@
 """The self-modifying scan: all tokens of a call, cut into segments at absolute chunk boundaries.
 
 Three ways to the same result. With one position for all items, a matrix memory without momentum
-takes the hand-written backward (`self_modifying_matrix`), as one operator where tokens fill whole
-segments (`self_modifying_op`) and under an autograd function where they do not or are padded;
+takes the hand-written backward (`kernel`), as one operator where tokens fill whole
+segments (`op`) and under an autograd function where they do not or are padded;
 everything else recomputes each segment in the backward pass. Items at different positions are
 re-cut so that each item's own boundaries fall between segments.
 """
@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nestling.objectives import dot, l2
-from nestling.scan.mlp import scan_mlp
-from nestling.scan.mlp_types import MLPState
+from nestling.scan.deep.scan import scan_mlp
+from nestling.scan.deep.types import MLPState
 from nestling.scan.orders import is_any_order
-from nestling.scan.self_modifying_deep import fits, scan_deep
-from nestling.scan.self_modifying_function import scan_matrix
-from nestling.scan.self_modifying_matrix import one_token
-from nestling.scan.self_modifying_op import scan_operator
-from nestling.scan.self_modifying_segment import project, recall, segment
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, restart, take
+from nestling.scan.self_modifying.deep import fits, scan_deep
+from nestling.scan.self_modifying.function import scan_matrix
+from nestling.scan.self_modifying.kernel import one_token
+from nestling.scan.self_modifying.op import scan_operator
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, restart, take
+from nestling.scan.self_modifying.segment import project, recall, segment
 
 __all__ = ["project", "recall", "run", "scan_self_modifying"]
 
@@ -41,7 +41,7 @@ def scan_self_modifying(
 
     Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
-    In compiled models it is one operator (`self_modifying_op`); what that has no form for runs
+    In compiled models it is one operator (`op`); what that has no form for runs
     uncompiled.
     """
     if torch.compiler.is_compiling():
@@ -51,7 +51,7 @@ def scan_self_modifying(
                 rule, inputs, weights.first, start.first, position, recompute
             )
             return y, Weights(first), Weights(begun)
-        from nestling.scan.uncompiled import run_uncompiled
+        from nestling.scan.self_modifying.uncompiled import run_uncompiled
 
         result: tuple[Tensor, Weights, Weights] = run_uncompiled(
             rule, inputs, weights, start, position, recompute

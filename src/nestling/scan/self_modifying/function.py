@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestling.scan.self_modifying_matrix import backward, forward
-from nestling.scan.self_modifying_tape import FLAT, Desk, Shelf, Tape
-from nestling.scan.self_modifying_types import Inputs, SelfRule, take
+from nestling.scan.self_modifying.kernel import backward, forward
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, take
+from nestling.scan.self_modifying.tape import FLAT, Desk, Shelf, Tape
 
 __all__ = [
     "GIVEN",

@@ -8,10 +8,10 @@ from typing import TypeVar, overload
 from torch import Tensor
 
 from nestling.scan.checks import MomentumState, Read, Rule, check_scan
-from nestling.scan.chunk import scan_chunk_autograd
-from nestling.scan.fla import scan_fla
-from nestling.scan.naive import run_naive
-from nestling.scan.op import scan_chunk
+from nestling.scan.delta.chunk import scan_chunk_autograd
+from nestling.scan.delta.fla import scan_fla
+from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.op import scan_chunk
 from nestling.scan.orders import is_any_order
 
 __all__ = ["BACKENDS", "scan"]
@@ -77,7 +77,7 @@ def scan(
     backend: a name from `BACKENDS`. None and `chunk`: chunked, hand-written backward pass, once
         differentiable; `chunk_autograd`: chunked, differentiable to any order; `naive`: token by
         token (None picks it for a single token, and `chunk_autograd` inside `any_order()`);
-        `fla`: CUDA, see `nestling.scan.fla`.
+        `fla`: CUDA, see `nestling.scan.delta.fla`.
     """
     check_scan(
         state, x, u, rate, retain, queries,

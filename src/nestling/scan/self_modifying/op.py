@@ -2,7 +2,7 @@
 
 torch.compile would unroll a scan segment by segment: minutes of compiling, and more for every
 segment. As an operator it is one node of the model's graph, backward pass and recomputation
-included. What runs inside is the loop over segments of `self_modifying_function` (compiling a
+included. What runs inside is the loop over segments of `function` (compiling a
 segment by itself was no quicker).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.scan.self_modifying_function import (
+from nestling.scan.self_modifying.function import (
     GIVEN,
     NOTHING,
     STARTS,
@@ -24,9 +24,9 @@ from nestling.scan.self_modifying_function import (
     run_backward,
     run_forward,
 )
-from nestling.scan.self_modifying_matrix import forward
-from nestling.scan.self_modifying_tape import FLAT, Desk, Piles, restore, slim
-from nestling.scan.self_modifying_types import Inputs, SelfRule, take
+from nestling.scan.self_modifying.kernel import forward
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, take
+from nestling.scan.self_modifying.tape import FLAT, Desk, Piles, restore, slim
 
 __all__ = ["scan_operator"]
 
@@ -34,7 +34,7 @@ __all__ = ["scan_operator"]
 def scan_operator(
     rule: SelfRule, inputs: Inputs, first: Tensor, start: Tensor, position: int, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`self_modifying_function.scan_matrix` without padding, as one node of a graph.
+    """`function.scan_matrix` without padding, as one node of a graph.
 
     Where tokens do not fill all segments only their start weights are kept (`recompute`).
     """
