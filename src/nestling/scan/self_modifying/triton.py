@@ -712,7 +712,7 @@ class _Setting(NamedTuple):
 def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     how = precision()
     prec = {"PREC": how["PREC"], "num_warps": 8 if d > 64 else 4}
-    block, inner = min(d, 32 if d > 64 else 64), min(d, 32)
+    block, inner = min(d, 32), min(d, 32)
     sizes = {"D": d, "N": len(rule.names), "C": tile}
     slots = {}
     for name in ("k", "v", "q", "eta", "alpha"):
