@@ -72,7 +72,7 @@ def test_our_own_models_keep_their_context(tmp_path):
     from nestling.models import NestlingForCausalLM, presets
 
     torch.manual_seed(0)
-    config = presets.tiny(mixer="hope", hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = presets.tiny(model="hope", hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = NestlingForCausalLM(config).eval().requires_grad_(False)
     first, second = (nestling.adapt(model, [8, 16], rate=0.1) for _ in range(2))
     first.learn(tokens(30))
@@ -189,7 +189,7 @@ def test_notes_must_be_json(tmp_path, learner):
 
 @pytest.mark.slow
 def test_a_power_cut_leaves_the_old_or_the_new_memory(tmp_path):
-    """Kill a process that saves all the time; benchmarks/adapt/power_cuts.py does it 50 times."""
+    """Kill a process that saves all the time; benchmarks/power_cuts.py does it 50 times."""
     script = Path(__file__).parents[2] / "benchmarks" / "adapt" / "power_cuts.py"
     done = subprocess.run(
         [sys.executable, str(script), "--kills", "6", "--folder", str(tmp_path)],

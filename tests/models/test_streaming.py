@@ -9,8 +9,8 @@ import torch
 from small_models import MODELS, model_of, tokens
 
 from nestling.files import BrokenFileError
-from nestling.memories.state import tree_leaves
 from nestling.models import MemoryCache, fingerprint, load_state, save_state
+from nestling.tree import tree_leaves
 
 
 def last(outputs):
@@ -43,6 +43,8 @@ def test_a_stream_that_is_no_stream_of_tokens_says_so():
     model = model_of("hope")
     with pytest.raises(ValueError, match="piece must be at least 1"):
         next(model.stream([1, 2], piece=0))
+    with pytest.raises(TypeError, match="takes tokens, not str: encode the text first"):
+        model.stream("abc")
     with pytest.raises(TypeError, match="either single tokens or pieces"):
         list(model.stream([1, [2]]))
     with pytest.raises(ValueError, match=r"must be \[T\] or \[B, T\]"):

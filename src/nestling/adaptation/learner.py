@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nestling.adaptation import memory_files
 from nestling.adaptation.consolidate import check_move, move, moving
@@ -32,8 +31,9 @@ from nestling.adaptation.watch import (
 )
 from nestling.continuum import Continuum, ContinuumState, MemoryLevel
 from nestling.continuum import fast as differences
+from nestling.continuum.assignment import cut, weight_of
 from nestling.continuum.reading import Reading
-from nestling.continuum.slots import cut, weight_of
+from nestling.losses import windowed_losses
 
 __all__ = ["Learner", "Report"]
 
@@ -164,7 +164,7 @@ class Learner:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
         """Within this block, in this thread, the base model answers with what was learned."""
-        with Reading(self.continuum.places(self.state.levels), 1):
+        with Reading(self.continuum.engine.live(self.state.levels), 1):
             yield self.model
 
     @torch.no_grad()
@@ -197,15 +197,8 @@ class Learner:
         if len(ids) < 2:
             raise ValueError(f"score needs at least 2 tokens; got {len(ids)}")
         context = window or min(self.continuum.context or 1024, 1024)
-        total, done = 0.0, 1
-        while done < len(ids):
-            start = max(0, done - context // 2)
-            part = ids[start : start + context].to(self.device)
-            logits = self(part[None]).logits[0, :-1].float()
-            losses = functional.cross_entropy(logits, part[1:], reduction="none")
-            total += float(losses[done - start - 1 :].double().sum())
-            done = start + len(part)
-        return total / (len(ids) - 1)
+        losses = windowed_losses(lambda part: self(part).logits, ids.to(self.device), context)
+        return float(losses.double().mean())
 
     # Learning
 
@@ -335,7 +328,7 @@ class Learner:
         """
         chosen = range(len(self.levels)) if level is None else [self._number(level)]
         for number in chosen:
-            parts = self.continuum.plan.parts[number]
+            parts = self.continuum.parts[number]
             for own, fast in zip(parts, self.state.levels[number].fast, strict=True):
                 if fast is not None:
                     weight, transposed = weight_of(self.model, self.continuum.slots[own.slot].name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nestling.adaptation.watch import Change
 from nestling.continuum import Continuum, ContinuumState, Factors, LevelState, Pairs
 from nestling.files import BrokenFileError, load_tree, save_tree
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 if TYPE_CHECKING:
     from nestling.adaptation.learner import Learner
@@ -182,11 +182,11 @@ def _types(continuum: Continuum) -> dict[str, type]:
 
 def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> None:
     for number, level in enumerate(state.levels):
-        parts = continuum.plan.parts[number]
+        parts = continuum.parts[number]
         if len(level.fast) != len(parts):
             raise BrokenFileError(f"{folder}: level {number} has {len(level.fast)} parts")
         for own, fast in zip(parts, level.fast, strict=True):
-            size = list(continuum.sizes[own.slot])
+            size = list(continuum.engine.sizes[own.slot])
             if own.part.axis is not None:
                 size[own.part.axis] = own.part.stop - own.part.start
             if isinstance(fast, Factors):
@@ -198,6 +198,6 @@ def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> 
 
 
 def _move(tree: Any, device: torch.device) -> Any:
-    from nestling.memories.state import state_to
+    from nestling.tree import state_to
 
     return state_to(tree, device=device)

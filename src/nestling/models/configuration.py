@@ -6,15 +6,29 @@ import difflib
 import math
 from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from nestling.blocks import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 from nestling.levels import Level
+from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 
 __all__ = ["NestlingConfig"]
+
+_STUB = "modeling_nestling"
+_AUTO_MAP = {
+    "AutoConfig": f"{_STUB}.NestlingConfig",
+    "AutoModel": f"{_STUB}.NestlingModel",
+    "AutoModelForCausalLM": f"{_STUB}.NestlingForCausalLM",
+}
+_CODE = """# Lets Hugging Face tools open this model with trust_remote_code=True.
+try:
+    from nestling.models import NestlingConfig, NestlingForCausalLM, NestlingModel
+except ImportError as error:
+    raise ImportError("this model needs nestling: pip install 'nestling[lm]'") from error
+"""
 
 _LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
 
@@ -39,7 +53,7 @@ class NestlingConfig(PreTrainedConfig):
     """
 
     model_type = "nestling"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds it to a list)
 
     vocab_size: int = 259
     hidden_size: int = 128
@@ -62,13 +76,27 @@ class NestlingConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_typos(kwargs)
+        if "model_type" not in kwargs:  # a saved configuration has it, and may come from later
+            self._refuse_typos(kwargs)
         if self.mixer_options is None:
             self.mixer_options = {}
         if self.levels is None:
             self.levels = [{"name": name, "chunk": chunk} for name, chunk in _LEVELS]
         self.check()
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the configuration, and the file that lets stock tools open the model.
+
+        With it, `trust_remote_code=True` is enough in a process that never imported nestling.
+        """
+        self.auto_map = dict(_AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory, f"{_STUB}.py").write_text(_CODE)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: the saved file imports the package, no source is copied."""
 
     def check(self) -> None:
         """Raise ValueError, naming the field, unless a model can be built from this."""
@@ -81,8 +109,14 @@ class NestlingConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}"
             )
-        for option in self.mixer_options or {}:
-            _one_of("mixer_options", option, MIXERS)
+        for name, options in (self.mixer_options or {}).items():
+            if name not in MIXERS or not isinstance(options, dict):
+                first = self.mixer if isinstance(self.mixer, str) else self.mixer[0]
+                raise ValueError(
+                    "mixer_options are given by the mixer's name, as in mixer_options="
+                    f"{{{first!r}: {{'chunk': 32}}}}; got {{{name!r}: {options!r}}} (the mixers are"
+                    f" {', '.join(sorted(MIXERS))})"
+                )
         for layer in range(self.num_hidden_layers):
             self.mixer_spec(layer)
             self.channel_spec(layer)
@@ -90,6 +124,11 @@ class NestlingConfig(PreTrainedConfig):
     def mixer_spec(self, layer: int) -> MixerSpec:
         """What the mixer of one layer is made of."""
         name = self._of_layer("mixer", layer)
+        if name not in MIXERS and name in ("hope", "hope_attention", "transformer"):
+            raise ValueError(
+                f"mixer={name!r} names a model, not a mixer: nestling.models.presets.tiny("
+                f"model={name!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
+            )
         _one_of("mixer", name, MIXERS)
         return MixerSpec(
             name=name,
@@ -119,8 +158,11 @@ class NestlingConfig(PreTrainedConfig):
         if not self.levels:
             raise ValueError("levels must name at least one level; got none")
         for entry in self.levels:
-            if set(entry) != {"name", "chunk"}:
-                raise ValueError(f"each of levels has a name and a chunk; got {entry!r}")
+            if not isinstance(entry, dict) or set(entry) != {"name", "chunk"}:
+                raise ValueError(
+                    "each of levels has a name and a chunk, as in {'name': 'fast', 'chunk': 512};"
+                    f" got {entry!r}"
+                )
         return tuple(
             Level(name=e["name"], chunk=math.inf if e["chunk"] is None else e["chunk"])
             for e in self.levels

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.losses import stream_losses
 from nestling.models.cache import MemoryCache
 
 __all__ = ["StreamOutput", "stream"]
@@ -25,7 +26,6 @@ class StreamOutput(NamedTuple):
     state: MemoryCache  # after the piece; the next piece changes it
 
 
-@torch.no_grad()
 def stream(
     model: Any,
     tokens: Iterable[Tensor | Sequence[int] | int],
@@ -39,13 +39,28 @@ def stream(
     into pieces of `piece`. The first token of a piece is judged by the last logits of the piece
     before; a stream that starts from a saved `state` has none for its first token: its loss is nan.
     """
+    if isinstance(tokens, str | bytes):
+        raise TypeError(
+            f"stream takes tokens, not {type(tokens).__name__}: encode the text first, as in"
+            " model.stream(tokenizer(text).input_ids)"
+        )
     if piece < 1:
         raise ValueError(f"piece must be at least 1 token; got {piece}")
+    return _stream(model, tokens, state, piece)
+
+
+@torch.no_grad()
+def _stream(
+    model: Any,
+    tokens: Iterable[Tensor | Sequence[int] | int],
+    state: MemoryCache | None,
+    piece: int,
+) -> Iterator[StreamOutput]:
     cache = MemoryCache(len(model.model.layers)) if state is None else state
     last: Tensor | None = None
     for ids in _pieces(tokens, piece, model.device):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-        losses = _losses(logits, ids, last)
+        losses = stream_losses(logits, ids, last)
         last = logits[:, -1].clone()
         yield StreamOutput(logits, losses, cache)
 
@@ -76,12 +91,3 @@ def _as_batch(item: Tensor | Sequence[int], device: torch.device) -> Tensor:
     if ids.dim() != 2:
         raise ValueError(f"a piece must be [T] or [B, T] tokens; got shape {tuple(ids.shape)}")
     return ids
-
-
-def _losses(logits: Tensor, ids: Tensor, last: Tensor | None) -> Tensor:
-    """Each token's cross-entropy under the logits of the token before it."""
-    before = logits[:, :-1]
-    first = torch.full_like(logits[:, :1], torch.nan) if last is None else last.unsqueeze(1)
-    given = torch.cat([first, before], dim=1)
-    picked = given.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return given.logsumexp(-1) - picked
