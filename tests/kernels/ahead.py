@@ -110,3 +110,30 @@ def build(launch: Launch, arch: int) -> Usage:
         raise RuntimeError(f"cuobjdump said nothing of registers: {said.stdout}{said.stderr}")
     registers, stack = map(int, found.groups())
     return Usage(launch.name, arch, registers, stack, made.metadata.shared, seconds)
+
+
+def all_launches(d: int) -> list[Launch]:
+    """What both scans launch, forward and backward, for memories d wide at their default chunks."""
+    from nestling.scan.delta import triton as delta
+    from nestling.scan.self_modifying import triton as self_modifying
+    from nestling.scan.self_modifying.rule import SelfRule
+    from tests.kernels.cases import outcome, self_case
+    from tests.scan.scan_cases import case
+
+    for module in (delta, self_modifying):
+        module.where_it_runs = lambda _: None  # (tensors stand for those of a GPU)
+    torch.set_float32_matmul_precision("high")
+    rule = SelfRule()
+    hope = self_case(rule, 192, d, batch=2)
+    matrix = case((2,), 192, d, d).to(torch.float32)
+    return launches(lambda: outcome(self_modifying.scan_triton, rule, hope, 0)) + launches(
+        lambda: matrix.gradients(backend="triton", check=False)
+    )
+
+
+if __name__ == "__main__":
+    import json
+    import sys
+
+    for one in all_launches(int(sys.argv[2])):
+        print(json.dumps(build(one, int(sys.argv[1]))._asdict()), flush=True)

@@ -16,7 +16,8 @@ from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
-from nestling.scan.self_modifying import project, recall, scan_self_modifying
+from nestling.scan.checks import one_of
+from nestling.scan.self_modifying import SELF_BACKENDS, project, recall, scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 from nestling.tree import state_start, tree_map
 
@@ -49,6 +50,8 @@ class SelfModifyingConfig:
     conv_each: the causal convolution acts on each projection instead of once before them.
     recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
         less memory, about a third more time in the scan.
+    backend: which kernels run the scan, "auto", "chunk" or "triton"; "auto" is Triton's on CUDA,
+        where they have a form for these options, and the chunked form elsewhere.
     """
 
     width: int
@@ -74,11 +77,13 @@ class SelfModifyingConfig:
     conv_each: bool = False
     gate: bool = True
     recompute: bool = False
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adaptive", tuple(self.adaptive))
         object.__setattr__(self, "rates", tuple(self.rates))
         check_sizes(self.width, self.heads, self.conv)
+        one_of("backend", self.backend, SELF_BACKENDS)
         whole_number("expansion", self.expansion, least=0)
         whole_number("steering", self.steering, least=0)
         if self.steering and not (self.adaptive and self.residual):
@@ -238,7 +243,7 @@ class SelfModifying(Memory):
             where = position
         weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
         y, weights, start = scan_self_modifying(
-            self.rule, inputs, weights, start, where, self.config.recompute
+            self.rule, inputs, weights, start, where, self.config.recompute, self.config.backend
         )
         weights, start = (
             tree_map(lambda w: w.unflatten(0, (batch, -1)), part) for part in (weights, start)
@@ -343,6 +348,7 @@ def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
         conv=1,
         gate=False,
         recompute=config.recompute,
+        backend=config.backend,
     )
 
 

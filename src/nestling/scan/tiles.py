@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["DTYPES", "LARGEST", "Precision", "flat", "power", "precision", "unit_inverse"]
+__all__ = [
+    "DTYPES",
+    "INTERPRETED",
+    "LARGEST",
+    "flat",
+    "longest",
+    "power",
+    "precision",
+    "unit_inverse",
+    "where_it_runs",
+]
 
 LARGEST = 128
 """The widest memory a program's tiles hold."""
@@ -23,16 +33,29 @@ LARGEST = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What tensors may be given in."""
 
-Precision = dict[str, Any]
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on CPU tensors; decided as they are loaded."""
 
 
-def precision() -> Precision:
+def where_it_runs(tensor: Tensor) -> str | None:
+    """Why kernels cannot run on this tensor's device, or None."""
+    if tensor.is_cuda or INTERPRETED:
+        return None
+    return f"it needs CUDA tensors (or TRITON_INTERPRET=1); x is on {tensor.device}"
+
+
+def longest() -> int:
+    """Tokens of a tile: more do not fit a GPU's registers without spilling."""
+    return 64 if INTERPRETED else 32
+
+
+def precision() -> dict[str, Any]:
     """How products are rounded, from `torch.get_float32_matmul_precision()`.
 
     `highest` is three tf32 products for one (about float32); `high` and `medium` are tf32, with the
     solve still in three. The interpreter computes in float32.
     """
-    if triton.knobs.runtime.interpret:
+    if INTERPRETED:
         return {"PREC": "ieee", "SOLVE": "ieee"}
     exact = torch.get_float32_matmul_precision() == "highest"
     return {"PREC": "tf32x3" if exact else "tf32", "SOLVE": "tf32x3"}
@@ -40,7 +63,7 @@ def precision() -> Precision:
 
 def power(size: int) -> int:
     """The smallest tile that holds so many rows: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def flat(tensor: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ Backward, with `dR = (I + L)^-T dE` (gd: dR = dE) and dS' the gradient behind th
     dX = n G_C E dS' + (G_r (dY E^T) n)^T Q - g_{t-1} dR S - (Z + Z^T) X,  Z = G_{t-1} (dR E^T) n
     da_t = <dM_t, M_{t-1}>: colsum(G_r (P G_{t-1}^T)) of P = (Q X^T)(dY E^T) n and its like
 
-What does not depend on the memory runs for all chunks at once; only `_recur` and `_recur_back` walk.
+What does not depend on the memory runs for all chunks at once; `_recur` and `_recur_back` walk.
 
     forward   _solve (chunks, M)    _recur (M, Do / BV)              _read (chunks, M, Do / BV)
     backward  _reads_back (chunks, M, Do / BV)   _recur_back (M, Do / BV)   _pairs_back (chunks, M)
@@ -33,9 +33,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nestling.scan.checks import Read, Rule
-from nestling.scan.tiles import DTYPES, LARGEST, flat, power, precision, unit_inverse
+from nestling.scan.tiles import (
+    DTYPES,
+    LARGEST,
+    flat,
+    longest,
+    power,
+    precision,
+    unit_inverse,
+    where_it_runs,
+)
 
-__all__ = ["KERNELS", "refusal", "scan_triton"]
+__all__ = ["refusal", "scan_triton"]
 
 
 @triton.jit
@@ -291,17 +300,6 @@ def _pairs_back(
     tl.store(dretain + m * T + t, da, mask=ok)
 
 
-KERNELS = {
-    "solve": _solve,
-    "recur": _recur,
-    "read": _read,
-    "reads_back": _reads_back,
-    "recur_back": _recur_back,
-    "pairs_back": _pairs_back,
-}
-"""All kernels by name, as a test compiles them ahead of time."""
-
-
 def refusal(
     state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
     momentum: Tensor | None = None,
@@ -315,7 +313,7 @@ def refusal(
     for part in (state, x, u, rate, retain, queries):
         if part is not None and part.dtype not in DTYPES:
             return f"it computes in float32, and an input is {part.dtype}"
-    return None
+    return where_it_runs(x)
 
 
 def scan_triton(
@@ -335,8 +333,8 @@ def scan_triton(
     """The scan by Triton kernels (Eq. 65, 88; gd: Eq. 5, 15, 64), once differentiable.
 
     Reads have the dtype of the queries, the state is float32. Widths that are no power of two are
-    padded with zeros, which changes nothing. `chunk` is at most 64 here, and `recompute` is how it
-    always works: errors, inverses and the memories between chunks are kept, nothing else.
+    padded with zeros, which changes nothing. A `chunk` is at most 32 tokens on a GPU. Errors,
+    inverses and the memories between chunks are kept for the backward pass, with `recompute` too.
     """
     why = refusal(state, x, u, rate, retain, queries, momentum)
     if why is not None:
@@ -358,7 +356,7 @@ def scan_triton(
     gates = (gate.reshape(size, tokens) for gate in (rate, retain))
     reads, end, *_ = _scan(
         wide(state, outer, inner), wide(x, inner), wide(u, outer), *gates, asked,
-        rule == "dgd", read == "after", min(64, power(min(chunk, tokens))),
+        rule == "dgd", read == "after", min(longest(), power(min(chunk, tokens))),
     )  # fmt: skip
     end = end[:, :outer, :inner].reshape(*lead, outer, inner)
     if queries is None:
@@ -369,6 +367,10 @@ def scan_triton(
 def _block(inner: int, outer: int) -> int:
     """Outputs of one program: fewer where rows are long."""
     return min(outer, 32 if inner > 64 else 64)
+
+
+def _warps(inner: int, outer: int) -> int:
+    return 8 if max(inner, outer) > 64 else 4
 
 
 @torch.library.custom_op("nestling::delta_triton", mutates_args=())
@@ -386,13 +388,14 @@ def _scan(
     """Reads (empty without queries), the end state; errors, inverses and starts for backward."""
     (m, tokens, inner), outer = x.shape, u.shape[-1]
     chunks, block = triton.cdiv(tokens, chunk), _block(inner, outer)
-    state, x, u, rate, retain, q = map(flat, (state, x, u, rate, retain, queries))
-    full = {"dtype": torch.float32, "device": x.device}
-    starts = torch.empty(m, chunks + 1, outer, inner, **full)
-    errors = torch.empty(m, tokens, outer, **full) if erase else x.new_empty(0)
-    inverse = torch.empty(m, chunks, chunk, chunk, **full) if erase else x.new_empty(0)
-    how = precision()
-    prec, sizes = {"PREC": how["PREC"]}, {"DI": inner, "DO": outer, "BV": block, "C": chunk}
+    state, x, u, rate, retain = (part.contiguous() for part in (state, x, u, rate, retain))
+    q = flat(queries)
+    starts = x.new_empty(m, chunks + 1, outer, inner, dtype=torch.float32)
+    errors = starts.new_empty(m, tokens, outer) if erase else x.new_empty(0)
+    inverse = starts.new_empty(m, chunks, chunk, chunk) if erase else x.new_empty(0)
+    how = precision() | {"num_warps": _warps(inner, outer)}
+    prec = {name: how[name] for name in ("PREC", "num_warps")}
+    sizes = {"DI": inner, "DO": outer, "BV": block, "C": chunk}
     if erase:
         _solve[(chunks, m)](x, rate, retain, inverse, tokens, DI=inner, C=chunk, **how)
     _recur[(m, outer // block)](
@@ -400,7 +403,7 @@ def _scan(
     )
     y = x.new_empty(0)
     if q is not None:
-        y = torch.empty(m, tokens, outer, **full)
+        y = starts.new_empty(m, tokens, outer)
         _read[(chunks, m, outer // block)](
             x, q, rate, retain, errors if erase else u, starts, y, tokens,
             **sizes, AFTER=after, **prec,
@@ -453,12 +456,13 @@ def _scan_backward(
     (m, tokens, inner), outer = x.shape, u.shape[-1]
     chunks, block = triton.cdiv(tokens, chunk), _block(inner, outer)
     asked = None if dreads is None else queries
-    x, u, rate, retain, q, dy = map(flat, (x, u, rate, retain, asked, dreads))
+    x, u, rate, retain = (part.contiguous() for part in (x, u, rate, retain))
+    q, dy = flat(asked), flat(dreads)
     dlast = torch.zeros_like(starts[:, -1]) if dend is None else dend.contiguous()
     du, dstarts = starts.new_empty(m, tokens, outer), torch.empty_like(starts)
     dx, dq = starts.new_empty(m, tokens, inner), starts.new_empty(m, tokens, inner)
     drate, dretain = starts.new_empty(m, tokens), starts.new_empty(m, tokens)
-    prec = {"PREC": precision()["PREC"]}
+    prec = {"PREC": precision()["PREC"], "num_warps": _warps(inner, outer)}
     sizes = {"DI": inner, "DO": outer, "BV": block, "C": chunk}
     if q is not None:
         _reads_back[(chunks, m, outer // block)](

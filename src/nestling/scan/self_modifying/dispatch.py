@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nestling.objectives import dot, l2
+from nestling.scan.backends import INSTALLED, MISSING_TRITON
+from nestling.scan.checks import one_of
 from nestling.scan.deep.scan import scan_mlp
 from nestling.scan.deep.types import MLPState
 from nestling.scan.orders import is_any_order
@@ -26,7 +28,33 @@ from nestling.scan.self_modifying.op import scan_operator
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, restart, take
 from nestling.scan.self_modifying.segment import project, recall, segment
 
-__all__ = ["project", "recall", "run", "scan_self_modifying"]
+__all__ = ["SELF_BACKENDS", "choose", "project", "recall", "run", "scan_self_modifying"]
+
+
+SELF_BACKENDS = ("auto", "chunk", "triton")
+"""What `scan_self_modifying` can be asked for."""
+
+
+def choose(backend: str, *, any_order: bool, refusal: str | None) -> str:
+    """`triton` or `chunk`: a pure function of what was asked for and why Triton cannot run it.
+
+    What was asked for by name and cannot be had is an error, never something else.
+    """
+    if backend == "triton" and refusal is not None:
+        raise ValueError(f"backend 'triton' cannot run this scan: {refusal}; use backend='chunk'")
+    if backend == "triton" and any_order:
+        raise ValueError("backend 'triton' is differentiable once; inside any_order() use 'chunk'")
+    return "triton" if backend != "chunk" and refusal is None and not any_order else "chunk"
+
+
+def _refusal(
+    rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Tensor
+) -> str | None:
+    if "triton" not in INSTALLED:
+        return MISSING_TRITON
+    from nestling.scan.self_modifying.triton import refusal
+
+    return refusal(rule, inputs, weights, position)
 
 
 def scan_self_modifying(
@@ -36,6 +64,7 @@ def scan_self_modifying(
     start: Weights,
     position: int | Tensor,
     recompute: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Weights, Weights]:
     """Reads [b, T, d], the running weights after the last token, and where their chunks start.
 
@@ -43,7 +72,19 @@ def scan_self_modifying(
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
     In compiled models it is one operator (`op`); what that has no form for runs
     uncompiled.
+
+    backend: `chunk` runs everywhere; `triton` has kernels for CUDA (`triton` beside this file);
+        `auto` is `triton` on CUDA where it has a form for the scan, and `chunk` elsewhere.
     """
+    one_of("backend", backend, SELF_BACKENDS)
+    why = (
+        _refusal(rule, inputs, weights, position) if inputs.x.is_cuda or backend == "triton" else ""
+    )
+    if choose(backend, any_order=is_any_order(), refusal=why) == "triton":
+        from nestling.scan.self_modifying.triton import scan_triton
+
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            return scan_triton(rule, inputs, weights, start, position)
     if torch.compiler.is_compiling():
         plain = weights.second is None and weights.moved is None and inputs.valid is None
         if plain and not isinstance(position, Tensor):

@@ -35,7 +35,16 @@ from torch import Tensor
 
 from nestling.scan.self_modifying.function import GIVEN, given_inputs
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights
-from nestling.scan.tiles import DTYPES, LARGEST, flat, power, precision, unit_inverse
+from nestling.scan.tiles import (
+    DTYPES,
+    LARGEST,
+    flat,
+    longest,
+    power,
+    precision,
+    unit_inverse,
+    where_it_runs,
+)
 
 __all__ = ["refusal", "scan_triton"]
 
@@ -256,7 +265,7 @@ def _errors(
 def _learn(
     plan, erase, home, stacks, keys, values, queries, inverse, numbers,
     y, written, own, u, scales, first, T, B, CLIP,
-    D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
     ERASE: tl.constexpr, OWN: tl.constexpr, L2: tl.constexpr, SHORT: tl.constexpr,
     READ_START: tl.constexpr, TAPE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -308,13 +317,21 @@ def _learn(
         after = tl.exp(last) * S + tl.dot(tl.trans(rows), K, input_precision=PREC)
         _put(now + slots, o, d, after, D)
         if n == 0:
-            Q = _tile(queries + row * C * D, r, d, D)
+            Y = tl.zeros([C, BO], tl.float32)
+            alike = tl.zeros([C, C], tl.float32)
+            source = now
             if READ_START:
-                Y = tl.dot(Q, tl.trans(_tile(begun, o, d, D)), input_precision=PREC)
-            else:
-                alike = _gap(past, g, r) * tl.dot(Q, tl.trans(K), input_precision=PREC)
-                Y = tl.exp(past)[:, None] * tl.dot(Q, tl.trans(S), input_precision=PREC)
-                Y += tl.dot(alike, W, input_precision=PREC)
+                source = begun
+            for block in range(0, D, BK):
+                k = block + tl.arange(0, BK)
+                Q = _tile(queries + row * C * D, r, k, D)
+                Y += tl.dot(Q, tl.trans(_tile(source, o, k, D)), input_precision=PREC)
+                if not READ_START:
+                    some = _tile(keys + row * C * D, r, k, D)
+                    alike += tl.dot(Q, tl.trans(some), input_precision=PREC)
+            if not READ_START:
+                Y *= tl.exp(past)[:, None]
+                Y += tl.dot(alike * _gap(past, g, r), W, input_precision=PREC)
             t = tl.load(plan) + r
             at = y + b * T * D + t[:, None] * D + o[None, :]
             tl.store(at, Y, mask=(t < tl.load(plan + 1))[:, None])
@@ -665,7 +682,7 @@ class Plan(NamedTuple):
 def _plan(chunk: int, others: int, offset: int, total: int, tile: int) -> Plan:
     """The cut of `total` tokens, the first of which stands at `offset` (modulo both chunks)."""
     places: dict[int, int] = {}  # where a segment starts -> the slot of the stack there
-    cuts = []
+    cuts: list[tuple[int, int]] = []
     done = 0
     while done < total:
         left = min(chunk - (offset + done) % chunk, others - (offset + done) % others)
@@ -712,7 +729,7 @@ class _Setting(NamedTuple):
 def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     how = precision()
     prec = {"PREC": how["PREC"], "num_warps": 8 if d > 64 else 4}
-    block, inner = min(d, 32), min(d, 32)
+    block, inner = 16 if d > 64 else min(d, 32), min(d, 32)
     sizes = {"D": d, "N": len(rule.names), "C": tile}
     slots = {}
     for name in ("k", "v", "q", "eta", "alpha"):
@@ -725,7 +742,7 @@ def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     wide, deep = sizes | {"BO": block} | prec, sizes | {"BK": inner} | prec
     return _Setting(
         look=deep | slots | erase | {"SOLVE": how["SOLVE"]},
-        learn=wide | erase | own | l2 | cut | start,
+        learn=wide | erase | own | l2 | cut | start | {"BK": inner},
         learn_back=wide | erase | own | cut | start,
         errors_back=wide | own | l2 | cut | start,
         look_back=wide | slots | own,
@@ -755,7 +772,9 @@ class _Tape(NamedTuple):
         every = (many, b, n, tile, d) if full else (0,)
         short = full and (rule.objective == "l2" or rule.clip < 1)
         return _Tape(
-            *(like.new_empty(rows) for _ in range(3)),
+            like.new_empty(rows),
+            like.new_empty(rows),
+            like.new_empty(rows),
             like.new_empty(many, b, tile, tile) if rule.erase else like.new_empty(0),
             like.new_empty(many, b, 8, tile),
             like.new_empty(every),
@@ -797,7 +816,8 @@ class _Call(NamedTuple):
 def _call(
     rule: SelfRule, plan: Plan, tile: int, stacks: Tensor, home: Tensor | None, inputs: Inputs
 ) -> _Call:
-    inputs = Inputs(*(flat(part) for part in inputs[:GIVEN]), valid=flat(inputs.valid))  # type: ignore[arg-type]
+    rows = [flat(getattr(inputs, name)) for name in Inputs._fields[:GIVEN]]
+    inputs = given_inputs(rows, flat(inputs.valid))
     where = _on_device(plan, inputs.x.device)
     setting = _setting(rule, stacks.shape[-1], tile)
     return _Call(rule, inputs, flat(home), inputs.valid, where, stacks, setting)
@@ -808,9 +828,8 @@ def _pick(stacks: Tensor, plan: Plan, valid: Tensor | None) -> Tensor:
     if valid is None:
         mem, others = plan.ends[-1]
         return torch.cat([stacks[mem, :, :1], stacks[others, :, 1:]], 1)
-    mem, others = _end_slots(plan, valid).unbind(-1)
-    items = torch.arange(stacks.shape[1], device=stacks.device)
-    return torch.cat([stacks[mem, items, :1], stacks[others, items, 1:]], 1)
+    slots, items = _end_slots(plan, valid), torch.arange(stacks.shape[1], device=stacks.device)
+    return torch.cat([stacks[slots[:, 0], items, :1], stacks[slots[:, 1], items, 1:]], 1)
 
 
 def _end_slots(plan: Plan, valid: Tensor) -> Tensor:
@@ -942,9 +961,9 @@ def _scan_backward(
         slots = _end_slots(plan, valid)
         dstack += _of_items(dlast, slots, len(plan.segments) + 1)
     elif dlast is not None:
-        for part, slot in ((slice(0, 1), plan.ends[-1][0]), (slice(1, None), plan.ends[-1][1])):
+        for some, slot in ((slice(0, 1), plan.ends[-1][0]), (slice(1, None), plan.ends[-1][1])):
             into = dstack if slot == len(plan.segments) + 1 else dbegun
-            into[:, part] += dlast[:, part]
+            into[:, some] += dlast[:, some]
     back = _Back.empty(call, dstack, dbegun, torch.zeros_like(y) if dy is None else dy)
     many = max(1, min(len(plan.segments), TAPE // (b * tile * d * (3 * len(how.names) + 4))))
     tape = _Tape.empty(how, stacks[0], many, tile, full=True)
@@ -1004,7 +1023,10 @@ class _Back(NamedTuple):
             dbegun,
             None if call.home is None else torch.zeros_like(dstack),
             dy.contiguous(),
-            *(new(tokens) for _ in range(4)),
+            new(tokens),
+            new(tokens),
+            new(tokens),
+            new(tokens),
             new(b, dy.shape[1], 2),
             new(call.plan.shape[0], b, 2, d),
             new(b, parts, tile, d),
@@ -1017,7 +1039,7 @@ class _Back(NamedTuple):
 
     def step(self, call: _Call, tape: _Tape, y: Tensor, segment: int, first: int) -> None:
         """One segment back; the tape begins with segment `first`."""
-        b, total, d = call.inputs.x.shape
+        b, total, _ = call.inputs.x.shape
         setting, inputs, rule = call.setting, call.inputs, call.rule
         grid = (b, self.sums.shape[1])
         where = (segment, first, total, b)
@@ -1098,19 +1120,15 @@ def refusal(rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Te
         return "all sequences must stand at the same position"
     if inputs.x.shape[-1] > LARGEST:
         return f"heads may be at most {LARGEST} wide; these are {inputs.x.shape[-1]}"
-    for part in (weights.first, *inputs[:GIVEN]):
+    for name in Inputs._fields[:GIVEN]:
+        part: Tensor | None = getattr(inputs, name)
         if part is not None and part.dtype not in DTYPES:
             return f"it computes in float32, and an input is {part.dtype}"
-    return None
-
-
-def longest() -> int:
-    """Tokens of a segment: more do not fit a GPU's registers without spilling."""
-    return 64 if triton.knobs.runtime.interpret else 32
+    return where_it_runs(inputs.x)
 
 
 def scan_triton(
-    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
 ) -> tuple[Tensor, Weights, Weights]:
     """`scan_self_modifying` by Triton kernels, once differentiable (Eq. 83-88 in the form of 90).
 
@@ -1129,10 +1147,10 @@ def scan_triton(
     def wide(part: Tensor | None, dims: int) -> Tensor | None:
         return part if part is None or not miss else torch.nn.functional.pad(part, [0, miss] * dims)
 
-    x, readout, bias, k, v, q, gates, erase = inputs[:GIVEN]
-    x, readout, k, v, q = (wide(part, 1) for part in (x, readout, k, v, q))
+    rows = (inputs.x, inputs.readout, inputs.k, inputs.v, inputs.q)
+    x, readout, k, v, q = (wide(part, 1) for part in rows)
     first, begun, home = (wide(part, 2) for part in (weights.first, start.first, home))
-    given = (first, begun, home, x, readout, bias, k, v, q, gates, erase)
+    given = (first, begun, home, x, readout, inputs.bias, k, v, q, inputs.gates, inputs.erase)
     keep = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in given)
     tile = min(longest(), power(min(rule.segment, inputs.x.shape[1])))
     y, after, last, _ = _scan(rule.text, position, tile, keep, *given, inputs.valid)
