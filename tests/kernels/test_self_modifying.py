@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.objectives import l2
 from nestling.scan import any_order, scan_self_modifying
 from nestling.scan.self_modifying import triton as kernels
-from nestling.scan.self_modifying.dispatch import choose
+from nestling.scan.self_modifying.op import choose
 from nestling.scan.self_modifying.rule import SelfRule, Weights
 from tests.kernels.cases import ALL, SHAPES, close, outcome, reference, self_case
 from tests.kernels.interpreter import hurry
@@ -36,14 +37,14 @@ RULES: dict[str, tuple[SelfRule, int, int, dict[str, Any]]] = {
     "rates up to 2": (SelfRule(chunk=16, chunk_others=16, rate_max=2.0), 20, 5, {}),
     "equal keys": (SelfRule(chunk=16, chunk_others=16, rate_max=2.0), 16, 0, {"equal_keys": True}),
     "l2, clipped": (
-        SelfRule(chunk=16, chunk_others=16, objective="l2", clip=0.5), 18, 2, {},
+        SelfRule(chunk=16, chunk_others=16, objective=l2, clip=0.5), 18, 2, {},
     ),
     "adaptive q, heads that add": (
         SelfRule(adaptive=(*MEMORIES, "q"), chunk=16, chunk_others=16), 18, 1,
         {"batch": 2, "adding": True},
     ),
     "some static": (
-        SelfRule(adaptive=("v", "alpha"), objective="l2", chunk=16, chunk_others=16), 18, 1,
+        SelfRule(adaptive=("v", "alpha"), objective=l2, chunk=16, chunk_others=16), 18, 1,
         {"residual": False},
     ),
     "all static": (SelfRule(adaptive=(), own_values=False, chunk=16, chunk_others=16), 18, 1, {}),
@@ -51,7 +52,8 @@ RULES: dict[str, tuple[SelfRule, int, int, dict[str, Any]]] = {
         SelfRule(own_values=False, erase=False, chunk=16, chunk_others=16), 18, 1, {},
     ),
     "slow others": (SelfRule(chunk=8, chunk_others=16), 20, 5, {}),
-    "slow memory": (SelfRule(chunk=16, chunk_others=8, objective="l2"), 20, 5, {}),
+    "slow memory": (SelfRule(chunk=16, chunk_others=8, objective=l2), 20, 5, {}),
+    "tied retention": (SelfRule(chunk=16, chunk_others=16, tied=True), 20, 5, {}),
     "read at the start": (SelfRule(chunk=16, chunk_others=16, read_start=True), 20, 5, {}),
     "padding": (SelfRule(chunk=8, chunk_others=16), 20, 5, {"batch": 2, "counts": (20, 6)}),
     "a width that is no power of two": (SelfRule(chunk=16, chunk_others=16), 18, 0, {"d": 12}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import math
 import sys
@@ -25,6 +26,8 @@ on where it was when the same command is given again. See docs/adapt.md."""
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
+    from nestling.cli.generate import folder, trust_option
+
     made = argparse.ArgumentParser(
         prog="nestling learn",
         description="Let a pretrained model learn texts into a memory of several time scales.",
@@ -33,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
     made.add_argument("--from", dest="files", nargs="+", required=True, metavar="FILE", type=Path)
-    made.add_argument("--memory", required=True, type=Path, help="folder of the memory")
+    made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument("--levels", help="tokens between updates, fastest first (256,1024,4096)")
     new.add_argument("--rate", help="for all levels, or one each (fastest chunk / 3200)")
@@ -48,13 +51,30 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
     made.add_argument("--save-every", type=int, default=16384, metavar="TOKENS")
     made.add_argument("--out", type=Path, help="timeline of all levels, .html or .svg")
+    trust_option(made)
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn the files one after the other; returns 0."""
+    """Learn the files one after the other; returns 0.
+
+    The memory is locked meanwhile: a second `learn` on it is refused and learns nothing.
+    """
+    from nestling.files import locked
+
     _check(arguments)
     texts = [_text(path) for path in arguments.files]
+    new = not arguments.memory.exists()
+    try:
+        with locked(arguments.memory):
+            return _learn(arguments, texts)
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                arguments.memory.rmdir()  # if nothing was saved in it
+
+
+def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     from nestling.adaptation import Limits, adapt, load_learner
     from nestling.adaptation.texts import encode
     from nestling.cli.generate import load
@@ -65,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if resumed:
         _refuse(arguments.memory, settings)
     keep_memory()
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": Limits(drift=arguments.limit)}
     if resumed:
         learner = load_learner(model, arguments.memory, **options)
@@ -131,6 +151,10 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     if arguments.out is not None and arguments.out.suffix not in (".html", ".svg"):
         raise ValueError(f"--out must end in .html or .svg; got {arguments.out}")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
+    if not 0 < arguments.limit < math.inf:
+        raise ValueError(f"--limit must be a finite number above 0; got {arguments.limit}")
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -33,8 +33,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestling.scan.self_modifying.function import GIVEN, given_inputs
-from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights
+from nestling.scan.self_modifying.op import RULE, TENSORS
+from nestling.scan.self_modifying.rule import PLAIN, RETAIN_MIN, Inputs, SelfRule, Weights
 from nestling.scan.tiles import (
     DTYPES,
     LARGEST,
@@ -126,7 +126,7 @@ def _look(
     keys, values, queries, inverse, numbers, first, T, B, RATE, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
-    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr,
+    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr,
     ERASE: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """k, v, q, gates and the inverse of a segment. The rows of its `numbers` [8, C]: rate, log g_t,
@@ -191,8 +191,14 @@ def _look(
         raw_alpha += tl.load(at + 1, mask=ok, other=0.0).to(tl.float32)
     sig_eta, sig_alpha = tl.sigmoid(raw_eta), tl.sigmoid(raw_alpha)
     retain = LEAST + SPAN * sig_alpha
+    if TIED:
+        lost = sig_eta * (1.0 - retain)
+        retain = 1.0 - lost
+        series = -lost * (1.0 + lost * (0.5 + lost * (1.0 / 3.0 + lost * 0.25)))
+        log = tl.where(lost < 0.01, series, tl.log(retain))
+    else:
+        log = tl.log(retain)
     eta = retain * RATE * sig_eta
-    log = tl.log(retain)
     real = ok
     if valid is not None:
         real = ok & (tl.load(valid + b * T + t, mask=ok, other=0) != 0)
@@ -527,7 +533,8 @@ def _look_back(
     segment, first, T, B, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
-    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, OWN: tl.constexpr, PREC: tl.constexpr,
+    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr, OWN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Back through projections and gates to the memories that made them; where a memory's chunk
     starts with this segment, the gradient of its start joins that of the stack."""
@@ -572,11 +579,18 @@ def _look_back(
         log += tl.load(logs + p)
     sig_eta, sig_alpha = tl.load(numbers + 3 * C + r), tl.load(numbers + 4 * C + r)
     behind = log + tl.cumsum(moving, 0, reverse=True) - moving  # d log alpha
-    behind *= SPAN * sig_alpha * (1.0 - sig_alpha) / (LEAST + SPAN * sig_alpha)
+    retain = LEAST + SPAN * sig_alpha
+    z *= 1.0 - sig_eta
+    if TIED:
+        lost = sig_eta * (1.0 - retain)
+        retain = 1.0 - lost
+        z -= behind * lost * (1.0 - sig_eta) / retain
+        behind *= sig_eta
+    behind *= SPAN * sig_alpha * (1.0 - sig_alpha) / retain
     real = ok
     if valid is not None:
         real = ok & (tl.load(valid + b * T + t, mask=ok, other=0) != 0)
-    draw_eta = tl.where(real, z * (1.0 - sig_eta), 0.0)
+    draw_eta = tl.where(real, z, 0.0)
     draw_alpha = tl.where(real, behind, 0.0)
     if tl.program_id(1) == 0:
         tl.store(draw + b * T * 2 + t * 2, draw_eta, mask=ok)
@@ -670,6 +684,10 @@ def _gather(
     tl.store(dx + b * T * D + t[:, None] * D + d[None, :], dX, mask=ok[:, None])
 
 
+GIVEN = Inputs._fields[:8]
+"""The inputs that are tensors of every token or item, in the order of `TENSORS`."""
+
+
 class Plan(NamedTuple):
     """How a call is cut: rows of first token, end, slot of the main memory's start and of the
     others'; and for every number of tokens the two slots where the then last chunks start."""
@@ -735,17 +753,18 @@ def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     for name in ("k", "v", "q", "eta", "alpha"):
         slot = rule.slot(name)
         slots[f"{name.upper()}_AT"] = -1 if slot is None else slot
-    short = rule.objective == "l2" or rule.clip < 1
+    short = rule.squared or rule.clip < 1
     erase, own = {"ERASE": rule.erase}, {"OWN": rule.own_values}
-    l2, cut = {"L2": rule.objective == "l2"}, {"SHORT": short}
+    l2, cut = {"L2": rule.squared}, {"SHORT": short}
     start = {"READ_START": rule.read_start}
+    tied = {"TIED": rule.tied}
     wide, deep = sizes | {"BO": block} | prec, sizes | {"BK": inner} | prec
     return _Setting(
-        look=deep | slots | erase | {"SOLVE": how["SOLVE"]},
+        look=deep | slots | erase | tied | {"SOLVE": how["SOLVE"]},
         learn=wide | erase | own | l2 | cut | start | {"BK": inner},
         learn_back=wide | erase | own | cut | start,
         errors_back=wide | own | l2 | cut | start,
-        look_back=wide | slots | own,
+        look_back=wide | slots | own | tied,
         gather=deep | slots,
         block=block,
     )
@@ -770,7 +789,7 @@ class _Tape(NamedTuple):
         b, n, d, _ = like.shape
         rows = (many, b, tile, d)
         every = (many, b, n, tile, d) if full else (0,)
-        short = full and (rule.objective == "l2" or rule.clip < 1)
+        short = full and (rule.squared or rule.clip < 1)
         return _Tape(
             like.new_empty(rows),
             like.new_empty(rows),
@@ -816,8 +835,8 @@ class _Call(NamedTuple):
 def _call(
     rule: SelfRule, plan: Plan, tile: int, stacks: Tensor, home: Tensor | None, inputs: Inputs
 ) -> _Call:
-    rows = [flat(getattr(inputs, name)) for name in Inputs._fields[:GIVEN]]
-    inputs = given_inputs(rows, flat(inputs.valid))
+    rows = [flat(getattr(inputs, name)) for name in GIVEN]
+    inputs = Inputs(*rows)._replace(valid=flat(inputs.valid))  # type: ignore[arg-type]
     where = _on_device(plan, inputs.x.device)
     setting = _setting(rule, stacks.shape[-1], tile)
     return _Call(rule, inputs, flat(home), inputs.valid, where, stacks, setting)
@@ -861,99 +880,58 @@ TAPE = 1 << 26
 """Numbers a backward pass computes again at a time."""
 
 
-@functools.cache
-def _rule(text: str) -> SelfRule:
-    return SelfRule.of(text)
+def _split(arguments: tuple[Any, ...]) -> tuple[SelfRule, list[Any]]:
+    """The rule, and what stands behind it in an operator's schema."""
+    adaptive, *rest = arguments[: len(PLAIN)]
+    return SelfRule.of(tuple(adaptive), *rest), list(arguments[len(PLAIN) :])
 
 
-@torch.library.custom_op("nestling::self_modifying_triton", mutates_args=())
-def _scan(
-    rule: str,
-    position: int,
-    tile: int,
-    keep: bool,
-    first: Tensor,
-    start: Tensor,
-    home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
-    valid: Tensor | None,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "nestling::self_modifying_triton",
+    mutates_args=(),
+    schema=f"({RULE}, int position, int tile, bool keep, {TENSORS}) -> Tensor[]",
+)
+def _scan(*arguments: Any) -> list[Tensor]:
     """Reads, weights, starts, and the weights before every segment if they are to be kept."""
-    how = _rule(rule)
-    inputs = given_inputs((x, readout, bias, k, v, q, gates, erase), valid)
+    how, (position, tile, keep, first, start, home, *given, valid) = _split(arguments)
+    inputs = Inputs(*given)._replace(valid=valid)
+    x = inputs.x
     if keep or x.shape[1] <= WINDOW or valid is not None:
         y, stacks, plan = _forward(how, position, tile, first, start, home, inputs)
         last = _pick(stacks, plan, valid)
         return [y, stacks[-1].clone(), last, stacks if keep else x.new_empty(0)]
     reads = []
     for done in range(0, x.shape[1], WINDOW):
-        part = _take(inputs, done, done + WINDOW)
+        part = inputs.at(slice(done, done + WINDOW))
         y, stacks, plan = _forward(how, position + done, tile, first, start, home, part)
         first, start = stacks[-1], _pick(stacks, plan, None)
         reads.append(y)
     return [torch.cat(reads, 1), first.clone(), start, x.new_empty(0)]
 
 
-def _take(inputs: Inputs, begin: int, end: int) -> Inputs:
-    def cut(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part[:, begin:end]
-
-    x, k, v, q, gates = map(cut, (inputs.x, inputs.k, inputs.v, inputs.q, inputs.gates))
-    return inputs._replace(x=x, k=k, v=v, q=q, gates=gates)  # type: ignore[arg-type]
-
-
 @_scan.register_fake
-def _(
-    rule: str,
-    position: int,
-    tile: int,
-    keep: bool,
-    first: Tensor,
-    start: Tensor,
-    home: Tensor | None,
-    x: Tensor,
-    *rest: Any,
-) -> list[Tensor]:
-    plan = _cut(_rule(rule), position, x.shape[1], tile)
+def _(*arguments: Any) -> list[Tensor]:
+    how, (position, tile, keep, first, _, _, x, *_) = _split(arguments)
+    plan = _cut(how, position, x.shape[1], tile)
     like = first.new_empty(0, dtype=torch.float32)
     kept = like.new_empty(len(plan.segments) + 2, *first.shape) if keep else x.new_empty(0)
     return [like.new_empty(x.shape), like.new_empty(first.shape), like.new_empty(first.shape), kept]
 
 
-@torch.library.custom_op("nestling::self_modifying_triton_backward", mutates_args=())
-def _scan_backward(
-    rule: str,
-    position: int,
-    tile: int,
-    dy: Tensor | None,
-    dfirst: Tensor | None,
-    dlast: Tensor | None,
-    home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
-    valid: Tensor | None,
-    y: Tensor,
-    stacks: Tensor,
-) -> list[Tensor]:
-    """Gradients of first, start, home and the inputs up to the gates; empty where there is none."""
-    how = _rule(rule)
+@torch.library.custom_op(
+    "nestling::self_modifying_triton_backward",
+    mutates_args=(),
+    schema=f"({RULE}, int position, int tile, {TENSORS}, Tensor y, Tensor stacks, Tensor? dy,"
+    " Tensor? dfirst, Tensor? dlast) -> Tensor[]",
+)
+def _scan_backward(*arguments: Any) -> list[Tensor]:
+    """Gradients of `TENSORS`; empty where there is nothing to derive."""
+    how, rest = _split(arguments)
+    position, tile, _, _, home, *given, valid, y, stacks, dy, dfirst, dlast = rest
+    x, readout, bias, k, v, q, gates, _ = given
     b, total, d = x.shape
     plan = _cut(how, position, total, tile)
-    given = given_inputs((x, readout, bias, k, v, q, gates, erase), valid)
-    call = _call(how, plan, tile, stacks, home, given)
+    call = _call(how, plan, tile, stacks, home, Inputs(*given)._replace(valid=valid))
     dstack = torch.zeros_like(stacks[0]) if dfirst is None else dfirst.float().clone()
     dbegun = torch.zeros_like(stacks[0])
     slots = None
@@ -983,7 +961,7 @@ def _scan_backward(
     grads = [back.dx.to(x.dtype), dreadout, dbias]
     for part, grad in ((k, back.dk), (v, back.dv), (q, back.dq), (gates, back.draw)):
         grads.append(x.new_empty(0) if part is None else grad.to(part.dtype))
-    return [dstack, dbegun, dhome, *grads]
+    return [dstack, dbegun, dhome, *grads, x.new_empty(0), x.new_empty(0)]
 
 
 def _of_items(grad: Tensor, slots: Tensor, slot: int) -> Tensor:
@@ -1071,34 +1049,24 @@ class _Back(NamedTuple):
 
 
 @_scan_backward.register_fake
-def _(
-    rule: str,
-    position: int,
-    tile: int,
-    dy: Tensor | None,
-    dfirst: Tensor | None,
-    dlast: Tensor | None,
-    home: Tensor | None,
-    *rest: Any,
-) -> list[Tensor]:
-    *given, _, _, _, stacks = rest
-    like = (stacks[0], stacks[0], home, *given)
+def _(*arguments: Any) -> list[Tensor]:
+    _, (_, _, *tensors, _, stacks, _, _, _) = _split(arguments)
+    derived = (stacks[0], stacks[0], *tensors[2:10], None, None)
     none = stacks.new_empty(0)
-    return [none if part is None else torch.empty_like(part) for part in like]
+    return [torch.empty_like(none if part is None else part) for part in derived]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rule, position, tile, _, _, _, *given = inputs
-    ctx.save_for_backward(*given, output[0], output[3])
-    ctx.how = rule, position, tile
+    ctx.plain = inputs[: len(PLAIN) + 2]
+    ctx.save_for_backward(*inputs[len(PLAIN) + 3 :], output[0], output[3])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    found = _scan_backward(*ctx.how, *grads[:3], *ctx.saved_tensors)
-    wanted = ctx.needs_input_grad[4 : 4 + len(found)]
+    found = _scan_backward(*ctx.plain, *ctx.saved_tensors, *grads[:3])
+    wanted = ctx.needs_input_grad[len(PLAIN) + 3 :]
     shown = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return (None, None, None, None, *shown, None, None)
+    return (*(None for _ in range(len(PLAIN) + 3)), *shown)
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
@@ -1112,7 +1080,7 @@ _scan.register_autograd(_backward, setup_context=_setup)
 _scan_backward.register_autograd(_refuse)
 
 
-def refusal(rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Tensor) -> str | None:
+def refusal(inputs: Inputs, weights: Weights, position: int | Tensor) -> str | None:
     """Why these kernels do not take a scan, or None."""
     if weights.second is not None or weights.moved is not None:
         return "it has matrix memories without momentum only"
@@ -1120,7 +1088,7 @@ def refusal(rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Te
         return "all sequences must stand at the same position"
     if inputs.x.shape[-1] > LARGEST:
         return f"heads may be at most {LARGEST} wide; these are {inputs.x.shape[-1]}"
-    for name in Inputs._fields[:GIVEN]:
+    for name in GIVEN:
         part: Tensor | None = getattr(inputs, name)
         if part is not None and part.dtype not in DTYPES:
             return f"it computes in float32, and an input is {part.dtype}"
@@ -1135,7 +1103,7 @@ def scan_triton(
     The backward pass keeps the weights before every segment and computes the rest again. Reads have
     the dtype of x, weights are float32. Heads whose width is no power of two are padded with zeros.
     """
-    why = refusal(rule, inputs, weights, position)
+    why = refusal(inputs, weights, position)
     if why is not None:
         raise ValueError(f"backend 'triton' cannot run this scan: {why}; use backend='chunk'")
     home = None if inputs.initial is None else inputs.initial.first
@@ -1153,6 +1121,6 @@ def scan_triton(
     given = (first, begun, home, x, readout, inputs.bias, k, v, q, inputs.gates, inputs.erase)
     keep = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in given)
     tile = min(longest(), power(min(rule.segment, inputs.x.shape[1])))
-    y, after, last, _ = _scan(rule.text, position, tile, keep, *given, inputs.valid)
+    y, after, last, _ = _scan(*rule.plain, position, tile, keep, *given, inputs.valid)
     after, last = after[..., :d, :d], last[..., :d, :d]
     return y[..., :d].to(inputs.x.dtype), Weights(after), Weights(last)
