@@ -173,7 +173,7 @@ class Segment:
     """
 
     def __init__(self, slots: list[tuple[Tensor, Tensor]], seen: Tensor, surprise: Tensor) -> None:
-        self.slots = slots  # per slot: x [B, n, Di], delta [B, n, Do]
+        self.slots = [(x, d.to(x.dtype)) for x, d in slots]  # x [B, n, Di], delta [B, n, Do]
         self.seen, self.surprise = seen, surprise  # [B], [B]
         self._formed: dict[Any, Tensor] = {}
 
@@ -197,6 +197,18 @@ class Segment:
         if formed:
             return self.gradient(own, dtype)
         return Factors(surprise.mT.to(dtype), x.mT.to(dtype))
+
+    def total(self, slot: int) -> Tensor:
+        """The gradient of a whole slot, summed over the sequences: [Do, Di]."""
+        x, surprise = self.slots[slot]
+        return surprise.flatten(0, 1).mT @ x.flatten(0, 1)
+
+    def along(self, own: Owned, fast: Tensor | Factors) -> Tensor:
+        """`<G, Delta>`, summed over the sequences: a number."""
+        if own.key in self._formed:
+            return (self._formed[own.key] * differences.dense(fast)).sum()
+        x, surprise = self._part(own)
+        return (surprise * differences.read(x, fast)).sum()
 
     def pairs(self, own: Owned) -> Pairs:
         """Inputs and targets `u = -delta` of one part."""
@@ -588,11 +600,16 @@ class Engine:
         like = self.like
         return tuple(self._empty(number, batch, like) for number in range(len(self.levels)))
 
-    def live(self, levels: tuple[LevelState, ...]) -> list[LiveSlot]:
-        """Every slot with the differences its levels have now."""
+    def live(
+        self, levels: tuple[LevelState, ...], lifts: Sequence[Rate] | None = None
+    ) -> list[LiveSlot]:
+        """Every slot with the differences its levels have now, each times its level's lift."""
         found = [LiveSlot(*weight_of(self.model, slot.name), []) for slot in self.slots]
-        for parts, level in zip(self.wiring.parts, levels, strict=True):
+        for number, (parts, level) in enumerate(zip(self.wiring.parts, levels, strict=True)):
+            lift = 1.0 if lifts is None else lifts[number]
             for own, fast in zip(parts, level.fast, strict=True):
+                if isinstance(lift, Tensor):
+                    fast = differences.scale(fast, lift)
                 if fast is not None:
                     found[own.slot].parts.append((own.part, fast))
         return found
