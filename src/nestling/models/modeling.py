@@ -277,6 +277,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             of levels let only these learn. measure: the norms in the output's `updates`.
         """
         learned = getattr(past_key_values, "learned", None) is not None
+        learn = learn if isinstance(learn, bool) else tuple(learn) or False
         if learned or (learn is not False and self.learns):
             if input_ids is None:
                 raise ValueError("levels learn from tokens: give input_ids, or learn=False")
@@ -288,7 +289,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
                 labels,
                 use_cache,
                 logits_to_keep,
-                learn if isinstance(learn, bool) else tuple(learn),
+                learn,
                 measure,
                 kwargs,
             )
