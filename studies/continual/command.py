@@ -87,7 +87,8 @@ def _store(arguments: argparse.Namespace, page: str) -> Any:
     from studies.harness.store import Store
 
     kept = arguments.out is not None and not arguments.quick
-    return Store(arguments.cache / "study", copy=arguments.out / f"{page}.json" if kept else None)
+    copy = arguments.out / f"{page}.json" if kept else None
+    return Store(arguments.cache / page, study=page, copy=copy, needs=("facts",))
 
 
 def _write(arguments: argparse.Namespace) -> None:

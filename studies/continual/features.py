@@ -70,7 +70,7 @@ class Features:
 
 def last_channel(model: nn.Module) -> nn.Module:
     """The module whose input is the cut: the last layer's channel memory, norm first."""
-    layers: Any = model.model.layers  # type: ignore[union-attr]
+    layers: Any = model.model.layers
     layer = layers[-1]
     if hasattr(layer, "channel"):
         found: nn.Module = layer.channel

@@ -207,7 +207,7 @@ def write_page(store: Store, folder: Path, *, quick: bool = False) -> Path | Non
     Quick runs are a page of their own.
     """
     groups: dict[Key, list[Run]] = defaultdict(list)
-    for run in store.read("seed"):
+    for run in store.named("seed"):
         facts = run["facts"]
         if facts.get("kind") == "translation" or facts["base"].endswith("-quick") != quick:
             continue

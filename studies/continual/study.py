@@ -20,7 +20,7 @@ from studies.continual.features import Encoded, Progress, features_of
 from studies.continual.methods import METHODS, Setting, Setup, build
 from studies.continual.protocol import run_stream
 from studies.continual.streams import Dataset, class_order
-from studies.harness.store import Store
+from studies.harness.store import Store, key_of
 
 __all__ = ["FIRST_SEED", "TUNING_SEED", "Plan", "Store", "Study", "packed"]
 
@@ -104,8 +104,8 @@ class Study:
         )
         return statistics.fmean(stored["matrix"][-1])
 
-    def _where(self, method: str, name: str) -> tuple[str, ...]:
-        return self.base.name, self.dataset.name, self.plan.readout, method, name
+    def _where(self, method: str, name: str) -> str:
+        return key_of(self.base.name, self.dataset.name, self.plan.readout, method, name)
 
     def _run(self, method: str, setting: Setting, seed: int, split: str) -> dict[str, Any]:
         plan, train = self.plan, self.features.train

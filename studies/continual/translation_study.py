@@ -19,7 +19,7 @@ import torch
 
 from nestling.models import NestlingForCausalLM, presets
 from studies.continual.base import Base, load_base
-from studies.continual.study import TUNING_SEED, Store
+from studies.continual.study import TUNING_SEED
 from studies.continual.translation import (
     Language,
     cipher,
@@ -29,6 +29,7 @@ from studies.continual.translation import (
     word_tokenizer,
 )
 from studies.continual.translator import Translator
+from studies.harness.store import Store, key_of
 
 __all__ = ["LEARNERS", "Problem", "packed", "run_translation", "translations"]
 
@@ -128,7 +129,7 @@ def _stored(
         "setting": setting,
         "seed": seed,
     }
-    where = ("translation", problem.name, learner, name)
+    where = key_of("translation", problem.name, learner, name)
     run = _prompted if learner == "icl" else _taught
     return store.get(where, partial(run, problem, learner, setting, seed), facts)
 
@@ -222,7 +223,7 @@ def _real(data: Path, models: Path, folder: Path | None, seed: int) -> Problem:
 
 def translations(store: Store, *, quick: bool = False) -> Iterator[dict[str, Any]]:
     """The stored final runs of this study."""
-    return (run for run in store.read("seed") if _ours(run, quick))
+    return (run for run in store.named("seed") if _ours(run, quick))
 
 
 def packed(run: dict[str, Any]) -> dict[str, Any] | None:

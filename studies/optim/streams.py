@@ -65,7 +65,7 @@ def run(stream: str, rule: Rule, rates: Tensor, seed: int, seeds: int) -> dict[s
 
     weight = torch.zeros(len(rates), seeds, OUTPUTS, INPUTS)
     state = rule.init(weight)
-    online, ended = torch.zeros(len(rates), seeds), []
+    online, ended = torch.zeros(len(rates), seeds), list[Tensor]()
     for step, (x, y) in enumerate(pairs(stream, generator, truth), 1):
         miss = x @ weight.mT - y
         online += miss.square().sum(-1).mean(-1) / STEPS

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from nestling.tree import batch_size
 
-__all__ = ["Memory", "Packed", "advance", "pack", "same_position", "state_dtype"]
+__all__ = ["Memory", "Packed", "advance", "pack", "same_position", "state_dtype", "unknown"]
 
 
 class Packed(NamedTuple):
@@ -63,10 +63,15 @@ class Packed(NamedTuple):
         return out.scatter_add(1, self.order.unsqueeze(-1).expand(-1, -1, y.shape[-1]), y)
 
 
+def unknown(mask: Tensor) -> bool:
+    """Whether nothing may depend on what is in a mask: in compiled code, on the meta device."""
+    return torch.compiler.is_compiling() or mask.is_meta
+
+
 def pack(mask: Tensor) -> Packed:
     """Bring the real tokens of every row to the front, in order, and cut what no row needs."""
     count = mask.sum(1)
-    longest = int(count.max())
+    longest = mask.shape[1] if unknown(mask) else int(count.max())
     order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
     valid = torch.arange(longest, device=mask.device) < count.unsqueeze(1)
     return Packed(order, valid)
@@ -79,6 +84,8 @@ def advance(position: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
 
 def same_position(position: Tensor) -> int | None:
     """The position shared by all sequences, or None when they differ."""
+    if position.is_meta:
+        return None
     first = int(position[0])
     return first if position.shape[0] == 1 or bool((position == first).all()) else None
 
@@ -123,7 +130,7 @@ class Memory(nn.Module, abc.ABC):
             state = self.init(x.shape[0], device=x.device)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return x, state
-        if mask is None or bool(mask.all()):
+        if mask is None or (not unknown(mask) and bool(mask.all())):
             return self.run(x, state, None, position)
         packed = pack(mask)
         if packed.order.shape[1] == 0:

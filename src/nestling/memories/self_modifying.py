@@ -236,10 +236,12 @@ class SelfModifying(Memory):
             added, steering = self.steering.run(opened.x, steering, valid, position)
         inputs = self._inputs(opened, valid, added)
         where: int | Tensor
-        if position is None:
-            where = state.position.repeat_interleave(self.config.heads)
-        else:
+        if position is not None:
             where = position
+        elif x.is_meta:  # shapes are the same everywhere
+            where = 0
+        else:
+            where = state.position.repeat_interleave(self.config.heads)
         weights, start = (tree_map(_fold, part) for part in (state.weights, state.start))
         y, weights, start = scan_self_modifying(
             self.rule, inputs, weights, start, where, self.config.recompute

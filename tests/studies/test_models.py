@@ -1,4 +1,4 @@
-"""What the studies of synthetic tasks share: models in lockstep, counted states, stored runs."""
+"""What the studies of synthetic tasks share: models in lockstep, counted states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from nestling.models import presets
 from studies.harness.lockstep import Lockstep
-from studies.harness.small import Store, arm_of, interval, percent, state_size, weighted
+from studies.harness.models import arm_of, state_size, weighted
+from studies.harness.verdict import interval, percent
 
 SIZE = presets.Size(width=16, layers=2, heads=2, vocabulary=8, parameters=12_000)
 
@@ -42,17 +43,6 @@ def test_states_are_counted_alike():
     assert state_size(arm_of("hope", small, {})) == 5 * width**2 + tail
     split = replace(small, heads=5)  # five memories of five heads: a fifth of the width each
     assert state_size(arm_of("hope", split, {})) == width**2 + tail
-
-
-def test_stored_runs_are_found_again(tmp_path):
-    store = Store(tmp_path / "runs", tmp_path / "page.json")
-    store.add("hope/(aa)*/0", {"bin0": 1.0})
-    store.add("hope/(abab)*/0", {"bin0": 0.5})
-    assert "hope/(aa)*/0" in store
-    assert "hope/(aa)*/1" not in store
-    assert store.gather()["hope/(abab)*/0"] == {"bin0": 0.5}
-    again = Store(tmp_path / "elsewhere", tmp_path / "page.json")  # the page's copy is enough
-    assert again.runs() == store.runs()
 
 
 def test_interval_of_the_mean():
