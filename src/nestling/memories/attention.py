@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from nestling.memories.core import Memory, advance, unknown
-from nestling.memories.parts import CausalConv, check_sizes, merge_heads, split_heads, whole_number
+from nestling.memories.core import (
+    CausalConv,
+    Memory,
+    advance,
+    at_start,
+    check_sizes,
+    merge_heads,
+    split_heads,
+    unknown,
+    whole_number,
+)
 
 __all__ = ["Attention", "AttentionConfig", "AttentionState"]
 
@@ -94,7 +103,7 @@ class Attention(Memory):
         shape = (batch_size, self.config.heads, size, self.width // self.config.heads)
         empty = torch.zeros(shape, device=device, dtype=dtype)
         tail = torch.zeros(batch_size, self.config.conv - 1, self.width, device=device, dtype=dtype)
-        position = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        position = at_start(batch_size, device)
         return AttentionState(position, tail, empty, empty.clone())
 
     def run(

@@ -158,7 +158,15 @@ def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, 
     packed = []
     for what, corpora in (("training text", train), ("validation text", valid)):
         with preparing(what, speak=world.main) as progress:
-            packed.append(prepare(corpora, encoder, cache, workers=data.workers, progress=progress))
+            found = prepare(
+                corpora,
+                encoder,
+                cache,
+                workers=data.workers,
+                progress=progress,
+                verify=world.main,  # once for all processes
+            )
+            packed.append(found)
     if world.main:
         world.barrier()
     return encoder, packed[0], packed[1]
