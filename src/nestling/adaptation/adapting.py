@@ -11,7 +11,7 @@ from nestling import rules
 from nestling.adaptation.learner import Learner
 from nestling.adaptation.memory_files import read_meta
 from nestling.adaptation.slots import assign_levels
-from nestling.adaptation.watch import Alarm, Limits
+from nestling.adaptation.drift import Alarm, Limits
 from nestling.continuum import Continuum, MemoryLevel
 from nestling.continuum.plan import TRANSFERS
 from nestling.rules import Rule

@@ -18,7 +18,7 @@ from torch.nn import functional
 from nestling.adaptation import memory_files
 from nestling.adaptation.consolidate import check_move, move, moving
 from nestling.adaptation.texts import as_ids, check_range, encode, pieces
-from nestling.adaptation.watch import (
+from nestling.adaptation.drift import (
     Alarm,
     Change,
     Drift,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.adaptation.watch import Change
+from nestling.adaptation.drift import Change
 from nestling.continuum import Continuum, ContinuumState, Factors, LevelState, Pairs
 from nestling.files import BrokenFileError, load_tree, save_tree
 from nestling.memories.state import tree_leaves

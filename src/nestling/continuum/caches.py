@@ -56,5 +56,6 @@ def context_limit(model: nn.Module) -> int | None:
         return None
     config: Any = model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(config, "max_position_embeddings", None)
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    limit = next(filter(None, found), None)  # MPT calls it max_seq_len
     return int(limit) if limit else None
