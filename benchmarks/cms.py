@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nestling.continuum import Continuum, MemoryLevel, Part, Slot
 from nestling.host import keep_memory
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 TARGET = 3.2
 

@@ -189,7 +189,7 @@ def test_notes_must_be_json(tmp_path, learner):
 
 @pytest.mark.slow
 def test_a_power_cut_leaves_the_old_or_the_new_memory(tmp_path):
-    """Kill a process that saves all the time; benchmarks/adapt/power_cuts.py does it 50 times."""
+    """Kill a process that saves all the time; benchmarks/power_cuts.py does it 50 times."""
     script = Path(__file__).parents[2] / "benchmarks" / "adapt" / "power_cuts.py"
     done = subprocess.run(
         [sys.executable, str(script), "--kills", "6", "--folder", str(tmp_path)],

@@ -11,11 +11,11 @@ from described import hope
 
 from nestling.description import describe
 from nestling.levels import Level
-from nestling.memories.state import tree_leaves
 from nestling.optim import (
     M3,
     NestedOptimizer,
 )
+from nestling.tree import tree_leaves
 
 
 def nested_hope(chunks):

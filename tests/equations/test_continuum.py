@@ -70,7 +70,7 @@ def test_each_mlp_of_the_chain_changes_on_its_clock_by_its_chunks_gradient():
 
 
 def _detached(states):
-    from nestling.memories.state import state_detach
+    from nestling.tree import state_detach
 
     return state_detach(states)
 

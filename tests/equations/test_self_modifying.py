@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.memories.self_modifying_naive import errors, scan_naive, step
 from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights, clip
+from nestling.scan.self_modifying.naive import errors, scan_naive, step
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip
 
 D, T = 4, 7
 G = torch.Generator().manual_seed(3)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
-from nestling.memories.self_modifying_naive import learn
-from nestling.scan.self_modifying_types import Inputs, SelfRule
+from nestling.scan.self_modifying.naive import learn
+from nestling.scan.self_modifying.rule import Inputs, SelfRule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import bounded

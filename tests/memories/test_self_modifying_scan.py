@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
-from nestling.memories.self_modifying_naive import scan_naive
 from nestling.norm import unit
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying_function import GIVEN, STARTS, TAPES
-from nestling.scan.self_modifying_op import scan_operator
-from nestling.scan.self_modifying_types import Inputs, SelfRule, Weights
+from nestling.scan.self_modifying.function import GIVEN, STARTS, TAPES
+from nestling.scan.self_modifying.naive import scan_naive
+from nestling.scan.self_modifying.op import scan_operator
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
-from nestling.memories.self_modifying_naive import scan_naive
-from nestling.memories.state import tree_leaves, tree_map
 from nestling.norm import unit
+from nestling.scan.self_modifying.naive import scan_naive
+from nestling.tree import tree_leaves, tree_map
 
 WIDTH, HEADS, SMALL = 12, 2, 3
 

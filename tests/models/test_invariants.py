@@ -6,8 +6,8 @@ import pytest
 import torch
 from small_models import MODELS, model_of, tokens
 
-from nestling.memories.state import state_select, tree_leaves
 from nestling.models import MemoryCache
+from nestling.tree import state_select, tree_leaves
 
 PARTITIONS = 60
 LENGTH = 14

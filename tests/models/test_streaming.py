@@ -9,8 +9,8 @@ import torch
 from small_models import MODELS, model_of, tokens
 
 from nestling.files import BrokenFileError
-from nestling.memories.state import tree_leaves
 from nestling.models import MemoryCache, fingerprint, load_state, save_state
+from nestling.tree import tree_leaves
 
 
 def last(outputs):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nestling.scan import scan
-from nestling.scan.fla import map_to_fla
+from nestling.scan.delta.fla import map_to_fla
 from tests.scan.scan_cases import case
 
 
@@ -52,7 +52,7 @@ def test_refuses_what_it_cannot_do() -> None:
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nestling.scan import fla
+    from nestling.scan.delta import fla
 
     monkeypatch.setitem(__import__("sys").modules, "fla", None)
     with pytest.raises(ImportError, match="flash-linear-attention"):

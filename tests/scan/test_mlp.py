@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestling.objectives import dot, l2
 from nestling.scan import MLPState, mlp_naive, scan_mlp
-from nestling.scan.mlp_types import gelu, silu
+from nestling.scan.deep.types import gelu, silu
 
 
 class Case(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from nestling.train.checkpoint import checkpoints, load_latest, save_checkpoint
 from nestling.train.schedule import SHAPES, Schedule
-from nestling.train.tree import pack, unpack
+from nestling.tree import pack, unpack
 
 
 def training_state():

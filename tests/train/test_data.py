@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestling.train.batches import IGNORE, Sequential, Shuffled
+from nestling.losses import IGNORE
+from nestling.train.batches import Sequential, Shuffled
 from nestling.train.chronicle import chronicle
 from nestling.train.corpus import Corpus
 from nestling.train.packed import PackedCorpus, prepare

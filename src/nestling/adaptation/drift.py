@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nestling.continuum import Continuum, ContinuumState, Update
 from nestling.continuum.slots import cut, weight_of
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 __all__ = [
     "Alarm",

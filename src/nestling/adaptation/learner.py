@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nestling.adaptation import memory_files
 from nestling.adaptation.consolidate import check_move, move, moving
@@ -34,6 +33,7 @@ from nestling.continuum import Continuum, ContinuumState, MemoryLevel
 from nestling.continuum import fast as differences
 from nestling.continuum.reading import Reading
 from nestling.continuum.slots import cut, weight_of
+from nestling.losses import windowed_losses
 
 __all__ = ["Learner", "Report"]
 
@@ -197,15 +197,8 @@ class Learner:
         if len(ids) < 2:
             raise ValueError(f"score needs at least 2 tokens; got {len(ids)}")
         context = window or min(self.continuum.context or 1024, 1024)
-        total, done = 0.0, 1
-        while done < len(ids):
-            start = max(0, done - context // 2)
-            part = ids[start : start + context].to(self.device)
-            logits = self(part[None]).logits[0, :-1].float()
-            losses = functional.cross_entropy(logits, part[1:], reduction="none")
-            total += float(losses[done - start - 1 :].double().sum())
-            done = start + len(part)
-        return total / (len(ids) - 1)
+        losses = windowed_losses(lambda part: self(part).logits, ids.to(self.device), context)
+        return float(losses.double().mean())
 
     # Learning
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nestling.adaptation.drift import Change
 from nestling.continuum import Continuum, ContinuumState, Factors, LevelState, Pairs
 from nestling.files import BrokenFileError, load_tree, save_tree
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 if TYPE_CHECKING:
     from nestling.adaptation.learner import Learner
@@ -198,6 +198,6 @@ def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> 
 
 
 def _move(tree: Any, device: torch.device) -> Any:
-    from nestling.memories.state import state_to
+    from nestling.tree import state_to
 
     return state_to(tree, device=device)

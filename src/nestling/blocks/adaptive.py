@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from nestling.blocks.mlp import scaled_normal_
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import merge_heads, split_heads
-from nestling.memories.state import state_start
 from nestling.norm import RMSNorm
 from nestling.scan import scan
+from nestling.tree import state_start
 
 __all__ = ["AdaptiveMLP", "AdaptiveState"]
 

@@ -19,7 +19,6 @@ COMMANDS = {
     "generate": "let a model write",
     "learn": "let a pretrained model learn texts into a memory; goes on where it was",
     "eval": "perplexity on a file, loss against position",
-    "continual": "learn classes or languages one task after another; compare methods",
     "cost": "operations, bytes and communication of a training run on GPUs",
     "describe": "show a model and its optimizer as nested levels",
 }

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nestling.continuum import fast as differences
 from nestling.continuum import learning
@@ -22,8 +21,9 @@ from nestling.continuum.caches import cache_from, cache_tree
 from nestling.continuum.core import ContinuumState, LevelState, Output, Update
 from nestling.continuum.reading import Place, Reading
 from nestling.continuum.slots import Owned, cut
-from nestling.memories.state import state_detach
+from nestling.losses import first_loss, pair_losses
 from nestling.scan import any_order
+from nestling.tree import state_detach
 
 if TYPE_CHECKING:
     from nestling.continuum.continuum import Continuum
@@ -89,7 +89,7 @@ class Call:
         start, begin = int(state.start[0]), int(state.begin[0])
         levels, cache, ahead, last = state.levels, state.cache, state.ahead, state.last
         if waiting == 0:
-            self.losses.append(self._first_loss(ids, last))
+            self.losses.append(first_loss(ids, last))
         while True:
             if self.owner.context is not None and start - begin >= self.owner.context:
                 begin, cache = start, None
@@ -139,8 +139,8 @@ class Call:
         with torch.set_grad_enabled(self.meta is not None):
             with Reading(places, ids.shape[0], constant=self.constant):
                 out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-            losses = _pair_losses(out.logits[:, :-1], ids[:, 1:])
-        first = self._first_loss(ids, last, out.logits)
+            losses = pair_losses(out.logits[:, :-1], ids[:, 1:])
+        first = first_loss(ids, last, out.logits)
         return Piece(out.logits, torch.cat([first, losses], 1), cache_tree(out.past_key_values))
 
     def _segment(
@@ -161,7 +161,7 @@ class Call:
         with torch.set_grad_enabled(some or self.meta is not None):
             with reading, any_order() if self.graph else nullcontext():
                 out = self.model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
-            losses = _pair_losses(out.logits, tokens[:, 1:])  # [B, n]
+            losses = pair_losses(out.logits, tokens[:, 1:])  # [B, n]
             learned = losses if bool(wanted.all()) else losses * wanted
             found = self._surprises(reading, learned.sum()) if some else None
         kept = learned if self.graph else learned.detach()
@@ -261,13 +261,6 @@ class Call:
             if update.level == name and update.position == position:
                 self.updates[place] = update._replace(reset=True)
 
-    def _first_loss(self, ids: Tensor, last: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """The loss of the first token by the logits before it; nan when there are none: [B, 1]."""
-        if last is not None:
-            return _pair_losses(last.unsqueeze(1), ids[:, :1])
-        dtype = torch.float32 if like is None else torch.promote_types(like.dtype, torch.float32)
-        return torch.full(ids[:, :1].shape, torch.nan, dtype=dtype, device=ids.device)
-
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
         if self.keep_logits:
             self.logits.append(piece.logits[:, skip:])
@@ -281,10 +274,3 @@ class Call:
         losses = torch.cat([each.to(dtype) for each in self.losses], 1)
         state = state._replace(last=last.clone())  # not a view of all logits
         return Output(logits, losses, state, tuple(self.updates))
-
-
-def _pair_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of every target: [B, n, V], [B, n] -> [B, n]."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    flat = functional.cross_entropy(exact.flatten(0, 1), targets.flatten(), reduction="none")
-    return flat.view(targets.shape)

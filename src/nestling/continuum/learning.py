@@ -16,8 +16,8 @@ from nestling.continuum import fast as differences
 from nestling.continuum.core import Factors, Fast, LevelState, MemoryLevel, Pairs, Update
 from nestling.continuum.plan import Plan
 from nestling.continuum.slots import Owned
-from nestling.memories.state import tree_map
 from nestling.rules.core import Gates, Write
+from nestling.tree import tree_map
 
 __all__ = ["Segment", "collect", "empty", "feed", "release", "remember", "transfer"]
 

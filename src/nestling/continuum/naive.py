@@ -21,8 +21,8 @@ from torch.nn import functional
 from nestling.continuum.caches import cache_from, cache_tree
 from nestling.continuum.core import MemoryLevel, Slot
 from nestling.continuum.slots import Owned, cut, owned, shapes, weight_of
-from nestling.memories.state import state_detach
 from nestling.rules.core import Gates, Write
+from nestling.tree import state_detach
 
 __all__ = ["NaiveResult", "naive"]
 

@@ -14,8 +14,8 @@ import torch
 from nestling.continuum.core import MemoryLevel, Slot
 from nestling.continuum.slots import Owned, owned
 from nestling.levels import boundaries
-from nestling.memories.state import tree_leaves
 from nestling.rules.core import Gates, Rule, Write
+from nestling.tree import tree_leaves
 
 __all__ = ["TRANSFERS", "Plan", "is_plain", "make_plan", "needs_pairs"]
 

@@ -20,7 +20,7 @@ from nestling.description.description import Component, every
 from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
-from nestling.memories.state import tree_leaves
+from nestling.tree import tree_leaves
 
 __all__ = ["collapse", "continuum", "in_context", "unknown"]
 

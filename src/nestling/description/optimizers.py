@@ -18,6 +18,7 @@ from nestling.rules.deep_momentum import DeepMomentumState
 from nestling.rules.delta_momentum import DeltaMomentumState
 from nestling.rules.momentum import MomentumState
 from nestling.rules.multiscale import MultiScaleState
+from nestling.tree import tree_walk
 
 __all__ = ["Part", "Remembered", "memories", "parts"]
 
@@ -135,18 +136,12 @@ def _from_rules(optimizer: Any) -> list[Remembered]:
     return list(found.values())
 
 
-def _leaves(
-    state: Any, owner: type = tuple, field: str = "state"
-) -> Iterator[tuple[type, str, int]]:
+def _leaves(state: Any) -> Iterator[tuple[type, str, int]]:
     """Every tensor of a rule's state: the NamedTuple that holds it, its field, its size."""
-    if isinstance(state, Tensor):
-        yield owner, field, state.numel()
-    elif isinstance(state, tuple):
-        named = getattr(state, "_fields", None)
-        for place, part in enumerate(state):
-            yield from _leaves(
-                part, type(state) if named else owner, named[place] if named else field
-            )
+    for path, leaf in tree_walk(state):
+        named = [(type(part), str(key)) for part, key in path if hasattr(part, "_fields")]
+        owner, field = named[-1] if named else (tuple, "state")
+        yield owner, field, leaf.numel()
 
 
 def _as_found(optimizer: Optimizer) -> list[Remembered]:

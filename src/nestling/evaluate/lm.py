@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from nestling.losses import windowed_losses
 
 __all__ = ["StreamLoss", "loss_by_position", "token_losses"]
 
@@ -47,20 +48,8 @@ def token_losses(
     if state is not None:
         raise ValueError("a model that reads windows has no state to carry on from")
     context = getattr(model.config, "max_position_embeddings", None) or 1024
-    return _windowed(model, tokens, window or int(context))
-
-
-def _windowed(model: Any, tokens: Tensor, context: int) -> Tensor:
-    losses: list[Tensor] = []
-    done = 1
-    while done < len(tokens):
-        start = max(0, done - context // 2)
-        window = tokens[start : start + context].unsqueeze(0).to(model.device)
-        logits = model(window).logits[0, :-1].float()
-        found = functional.cross_entropy(logits, window[0, 1:], reduction="none").cpu()
-        losses.append(found[done - start - 1 :])
-        done = start + window.shape[1]
-    return torch.cat(losses)
+    tokens = tokens.to(model.device)
+    return windowed_losses(lambda ids: model(ids).logits, tokens, window or int(context)).cpu()
 
 
 def loss_by_position(

@@ -14,7 +14,8 @@ from nestling.memories.linear import (
 from nestling.memories.oja import OjaConfig
 from nestling.memories.omega import Omega, OmegaConfig
 from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
-from nestling.memories.state import (
+from nestling.memories.titans import Titans, TitansConfig
+from nestling.tree import (
     state_detach,
     state_repeat,
     state_select,
@@ -23,7 +24,6 @@ from nestling.memories.state import (
     tree_leaves,
     tree_map,
 )
-from nestling.memories.titans import Titans, TitansConfig
 
 __all__ = [
     "Attention",

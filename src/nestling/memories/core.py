@@ -9,7 +9,7 @@
 dimension is the batch. It always has the field `position` ([B], int64): how many real tokens each
 sequence has seen. Beside it stand whatever the memory needs to go on as if it had never stopped:
 the convolution's tail, running weights, the weights at the start of the running chunk, a cache.
-Nothing else is remembered; modules hold no hidden state. `memories.state` has the functions that
+Nothing else is remembered; modules hold no hidden state. `nestling.tree` has the functions that
 select, repeat, stack, detach and move any state; a model's state is the tuple of its layers'.
 
 **Streaming.** Cutting a stream into calls of any sizes changes neither outputs nor states. Chunk
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.memories.state import batch_size
+from nestling.tree import batch_size
 
 __all__ = ["Memory", "Packed", "advance", "pack", "same_position", "state_dtype"]
 
@@ -149,5 +149,5 @@ class Memory(nn.Module, abc.ABC):
         if state is not None and batch_size(state) != x.shape[0]:
             raise ValueError(
                 f"the state holds {batch_size(state)} sequences, x has {x.shape[0]}; select or"
-                " repeat the state first (nestling.memories.state)"
+                " repeat the state first (nestling.tree)"
             )

@@ -17,9 +17,9 @@ from torch.nn.functional import logsigmoid
 
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
-from nestling.memories.state import state_start
 from nestling.norm import unit
 from nestling.scan import scan
+from nestling.tree import state_start
 
 __all__ = [
     "DeltaNetConfig",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.linear import Gates, LinearConfig
 from nestling.memories.parts import make_shell, whole_number
-from nestling.memories.state import state_start
 from nestling.norm import unit
-from nestling.scan.self_modifying_segment import decays
+from nestling.scan.self_modifying.segment import decays
+from nestling.tree import state_start
 
 __all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
-from nestling.memories.state import state_start, tree_map
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.scan.self_modifying import project, recall, scan_self_modifying
-from nestling.scan.self_modifying_types import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.tree import state_start, tree_map
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
 

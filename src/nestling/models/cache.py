@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nestling.memories.state import batch_size, state_repeat, state_select
+from nestling.tree import batch_size, state_repeat, state_select
 
 __all__ = ["MemoryCache", "MemoryLayer", "position"]
 

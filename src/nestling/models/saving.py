@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from nestling.files import load_tree, save_tree
-from nestling.memories.state import tree_leaves
 from nestling.models.cache import MemoryCache, position
+from nestling.tree import tree_leaves
 
 __all__ = ["fingerprint", "load_state", "save_state"]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.losses import stream_losses
 from nestling.models.cache import MemoryCache
 
 __all__ = ["StreamOutput", "stream"]
@@ -45,7 +46,7 @@ def stream(
     last: Tensor | None = None
     for ids in _pieces(tokens, piece, model.device):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-        losses = _losses(logits, ids, last)
+        losses = stream_losses(logits, ids, last)
         last = logits[:, -1].clone()
         yield StreamOutput(logits, losses, cache)
 
@@ -76,12 +77,3 @@ def _as_batch(item: Tensor | Sequence[int], device: torch.device) -> Tensor:
     if ids.dim() != 2:
         raise ValueError(f"a piece must be [T] or [B, T] tokens; got shape {tuple(ids.shape)}")
     return ids
-
-
-def _losses(logits: Tensor, ids: Tensor, last: Tensor | None) -> Tensor:
-    """Each token's cross-entropy under the logits of the token before it."""
-    before = logits[:, :-1]
-    first = torch.full_like(logits[:, :1], torch.nan) if last is None else last.unsqueeze(1)
-    given = torch.cat([first, before], dim=1)
-    picked = given.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return given.logsumexp(-1) - picked

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.optim.tree import named, rebuild
 from nestling.rules import Gates, Rule, Write
+from nestling.tree import tree_dict, tree_from_dict
 
 __all__ = ["Item", "Leaves", "Result", "Step", "flat_step", "matrix", "run"]
 
@@ -65,8 +65,8 @@ def flat_step(rule: Rule) -> Step:
     template = rule.init(torch.empty(1, 1, device="meta"))  # only its structure counts
 
     def step(write: Write, leaves: Leaves, weight: Tensor, gates: Gates) -> tuple[Tensor, Leaves]:
-        after, state = rule.step(write, rebuild(template, leaves), weight, gates)
-        return after.grad, named(state)
+        after, state = rule.step(write, tree_from_dict(template, leaves), weight, gates)
+        return after.grad, tree_dict(state)
 
     return step
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from nestling.optim import sharded
 from nestling.optim.batch import Item, Result, Step, flat_step, matrix, run
-from nestling.optim.tree import named
 from nestling.rules import Gates, Rule
+from nestling.tree import tree_dict
 
 __all__ = ["Group", "RuleOptimizer", "check_decays", "require", "settings"]
 
@@ -225,7 +225,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 def _initial(rule: Rule, weight: Tensor) -> dict[str, Tensor]:
     """The rule's first state; tensors of the weight's shape in the parameter's own shape."""
     view = weight if rule.elementwise else matrix(weight)
-    leaves = named(rule.init(view))
+    leaves = tree_dict(rule.init(view))
     return {k: v.reshape(weight.shape) if v.shape == view.shape else v for k, v in leaves.items()}
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from nestling.blocks.block import Block
 from nestling.memories.self_modifying import SelfModifying
-from nestling.memories.self_modifying_naive import answer, errors, gates, project
 from nestling.objectives import Matrix, dot
 from nestling.paper.problem import Problem, View
 from nestling.paper.sequences import Token
@@ -23,7 +22,8 @@ from nestling.paper.solve import remember
 from nestling.paper.training import Pairs
 from nestling.paper.transfer import Parameters, Start, backpropagation, direct, reset
 from nestling.rules import Gates
-from nestling.scan.self_modifying_types import Inputs, Weights
+from nestling.scan.self_modifying.naive import answer, errors, gates, project
+from nestling.scan.self_modifying.rule import Inputs, Weights
 
 __all__ = ["hope_block"]
 

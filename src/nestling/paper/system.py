@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from nestling.paper.order import levels_of, orders_of
 from nestling.paper.problem import Problem, View
 from nestling.paper.solve import Due, leaf
 from nestling.paper.transfer import Parameters
 from nestling.rules import State
+from nestling.tree import tree_map
 
 __all__ = ["NestedSystem", "SystemState", "Tick", "Update"]
 
@@ -52,7 +52,7 @@ class SystemState(NamedTuple):
 
 def detached(state: State) -> State:
     """A solver's state, cut off from its history."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+    return tree_map(lambda leaf: leaf.detach(), state, plain=True)
 
 
 def distance(after: Parameters, before: Parameters) -> float:

@@ -1,11 +1,12 @@
-"""The one kernel: write pairs into a memory, read it at every token."""
+"""Scans: write pairs into a memory and read it at every token.
 
-from nestling.scan.api import BACKENDS, scan
+Three folders, each with its derivation: `delta` (matrix memories), `deep` (two-layer memories) and
+`self_modifying` (memories that make their own projections and gates).
+"""
+
 from nestling.scan.checks import MomentumState
-from nestling.scan.mlp import scan_mlp
-from nestling.scan.mlp_naive import mlp_naive
-from nestling.scan.mlp_types import MLPState
-from nestling.scan.naive import scan_naive
+from nestling.scan.deep import MLPState, mlp_naive, scan_mlp
+from nestling.scan.delta import BACKENDS, scan, scan_naive
 from nestling.scan.orders import any_order
 from nestling.scan.self_modifying import scan_self_modifying
 

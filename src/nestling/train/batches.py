@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nestling.losses import IGNORE
 from nestling.train.packed import PackedCorpus
 
-__all__ = ["IGNORE", "Batch", "Batches", "Sequential", "Shuffled", "windows_of"]
-
-IGNORE = -100
+__all__ = ["Batch", "Batches", "Sequential", "Shuffled", "windows_of"]
 
 
 class Batch(NamedTuple):

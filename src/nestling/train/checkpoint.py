@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nestling.files import BrokenFileError, load_tree, save_tree, sync_folder
-from nestling.train.tree import pack, unpack
+from nestling.tree import pack, unpack
 
 __all__ = ["Checkpoint", "checkpoints", "load_checkpoint", "load_latest", "save_checkpoint"]
 
@@ -95,20 +95,23 @@ def _drop(folder: Path, keep: int, best: int | None) -> None:
             shutil.rmtree(leftover)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read one checkpoint; raises BrokenFileError when any bit is not as it was saved."""
+def load_checkpoint(path: Path, types: Mapping[str, type] | None = None) -> Checkpoint:
+    """Read one checkpoint; raises BrokenFileError when any bit is not as it was saved.
+
+    `types` are the NamedTuples its states may hold; without it they come back as plain tuples.
+    """
     tensors, meta = load_tree(path, _PART)
     try:
-        return Checkpoint(meta["step"], unpack(tensors, meta["is"]), meta["facts"])
+        return Checkpoint(meta["step"], unpack(tensors, meta["is"], types), meta["facts"])
     except (KeyError, TypeError, ValueError) as error:
         raise BrokenFileError(f"{path}: not a checkpoint: {error}") from error
 
 
-def load_latest(folder: Path) -> Checkpoint | None:
+def load_latest(folder: Path, types: Mapping[str, type] | None = None) -> Checkpoint | None:
     """The newest whole checkpoint of a run, or None if there is none; warns about broken ones."""
     for path in reversed(checkpoints(folder)):
         try:
-            return load_checkpoint(path)
+            return load_checkpoint(path, types)
         except BrokenFileError as error:
             warnings.warn(f"passing over a broken checkpoint: {error}", stacklevel=2)
     return None

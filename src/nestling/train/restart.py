@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.memories.state import tree_map
+from nestling.tree import tree_map
 
 __all__ = ["Restarts"]
 

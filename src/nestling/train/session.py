@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from nestling.description import Timeline
-from nestling.memories.state import state_select, state_stack, tree_map
 from nestling.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from nestling.train.optimizers import build, by_level
 from nestling.train.progress import Progress
@@ -22,6 +21,7 @@ from nestling.train.restart import Restarts
 from nestling.train.setup import evaluate, load_data, make_batches, make_model
 from nestling.train.step import Gradients, gradients, level_norms
 from nestling.train.world import World, spread_, whole
+from nestling.tree import named_tuples, state_select, state_stack, tree_map
 
 __all__ = ["Session", "TrainingFailedError"]
 
@@ -77,7 +77,8 @@ class Session:
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
-        found = load_latest(self.checkpoints)
+        types = named_tuples(self.bare.model.init_states(1))
+        found = load_latest(self.checkpoints, types)
         if found is None:
             return
         _same_run(found, self.recipe, self.checkpoints)
@@ -121,16 +122,12 @@ class Session:
         self.world.barrier()
 
     def _cut(self, carry: Any) -> list[Any]:
-        """Carried states of the whole batch, cut into this process's micro-batches.
-
-        They come back from a checkpoint as plain tuples and get their names again.
-        """
-        if not isinstance(carry, tuple):
+        """Carried states of the whole batch, cut into this process's micro-batches."""
+        if not named_tuples(carry):  # the form of earlier versions
             raise ValueError(
                 f"{self.checkpoints} was written by an earlier version; give the run a new folder"
             )
-        named = _like(carry, self.bare.model.init_states(1))
-        own = tree_map(lambda t: self.world.own_rows(t).to(self.world.device), named)
+        own = tree_map(lambda t: self.world.own_rows(t).to(self.world.device), carry)
         rows = self.recipe.run.rows // self.world.size
         places = torch.arange(rows).split(self.recipe.run.micro or rows)
         return [state_select(own, index) for index in places]
@@ -240,10 +237,3 @@ def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
-
-
-def _like(value: Any, template: Any) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    parts = [_like(v, t) for v, t in zip(value, template, strict=True)]
-    return type(template)(*parts) if hasattr(template, "_fields") else tuple(parts)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nestling.train.batches import IGNORE, Batches, Sequential, Shuffled
+from nestling.losses import IGNORE
+from nestling.train.batches import Batches, Sequential, Shuffled
 from nestling.train.corpus import Corpus
 from nestling.train.packed import PackedCorpus, prepare
 from nestling.train.progress import preparing

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from nestling.memories.state import state_detach
+from nestling.losses import IGNORE, pair_losses
 from nestling.models.cache import MemoryCache
-from nestling.train.batches import IGNORE, Batch
+from nestling.train.batches import Batch
 from nestling.train.optimizers import level_of
 from nestling.train.recipe import Run
 from nestling.train.restart import Restarts
 from nestling.train.world import World
+from nestling.tree import state_detach
 
 __all__ = ["Gradients", "gradients", "level_norms", "loss_sum"]
 
@@ -38,10 +38,7 @@ def loss_sum(
         options["past_key_values"] = MemoryCache(len(states), states)
     mask = None if bool(batch.mask.all()) else batch.mask
     out = model(input_ids=batch.ids, attention_mask=mask, **options)
-    logits = out.logits.flatten(0, 1).float()
-    loss = functional.cross_entropy(
-        logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    loss = pair_losses(out.logits, batch.targets).sum()
     return loss, out.past_key_values.states if keep else None
 
 

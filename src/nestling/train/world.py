@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["World", "join", "map_tensors", "spread_", "whole"]
+from nestling.tree import tree_map
+
+__all__ = ["World", "join", "spread_", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,22 +82,9 @@ class World:
         return tensor.chunk(self.size)[self.rank]
 
 
-def map_tensors(function: Any, value: Any) -> Any:
-    """Apply a function to every tensor in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    return value
-
-
 def whole(value: Any) -> Any:
     """Nested states with every sharded tensor put together (all processes must call this)."""
-    return map_tensors(lambda t: _gather(t) if hasattr(t, "device_mesh") else t, value)
+    return tree_map(lambda t: _gather(t) if hasattr(t, "device_mesh") else t, value, plain=True)
 
 
 def _gather(tensor: Any) -> Tensor:
@@ -126,7 +115,7 @@ def spread_(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [i for group in saved["param_groups"] for i in group["params"]]
     cut = {
-        name: map_tensors(lambda t, p=p: _like(t, p), saved["state"][name])
+        name: tree_map(lambda t, p=p: _like(t, p), saved["state"][name], plain=True)
         for name, p in zip(names, parameters, strict=True)
         if name in saved["state"]
     }

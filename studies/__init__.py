@@ -1,0 +1,1 @@
+"""Every study of nestling on one small harness: `python -m studies NAME`."""

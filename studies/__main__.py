@@ -1,0 +1,45 @@
+"""`python -m studies NAME ...` runs one study; every study takes `--help` and `--quick`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# Some virtual CPUs advertise AMX but fault on it; this must be set before the first matmul.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+STUDIES = {
+    "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
+    "continual": ("studies.continual.command", "classes or languages, one task after another"),
+    "optim": ("studies.optim.command", "do the optimizers do what the paper says?"),
+    "older.formal": ("studies.older.formal", "state tracking, Table 5, six formal languages"),
+    "older.lm": ("studies.older.lm", "language models of WikiText-2 on 123,000 bytes"),
+    "older.recall": ("studies.older.recall", "in-context recall (MQAR) at one state size"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a study; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print("usage: python -m studies NAME ...\n")
+        print("\n".join(f"  {name:<14} {what}" for name, (_, what) in STUDIES.items()))
+        return 0 if given else 2
+    name, *rest = given
+    if name not in STUDIES:
+        print(f"studies: unknown study {name!r}; known: {', '.join(STUDIES)}", file=sys.stderr)
+        return 2
+    try:
+        return int(importlib.import_module(STUDIES[name][0]).main(rest) or 0)
+    except (ValueError, OSError) as error:
+        print(f"studies {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

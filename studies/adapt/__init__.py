@@ -1,0 +1,1 @@
+"""Do pretrained models learn a stream without forgetting?"""

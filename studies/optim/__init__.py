@@ -1,0 +1,1 @@
+"""Do the optimizers do what the paper says?"""

@@ -1,0 +1,1 @@
+"""Tasks made from a seed: strings, sequences and their targets."""
