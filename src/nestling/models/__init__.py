@@ -1,10 +1,15 @@
 """Language models: one configuration and one causal language model, as Hugging Face classes.
 
-Importing this package (or touching `nestling.NestlingForCausalLM`) registers them with the Auto
-classes, so that `AutoModelForCausalLM.from_pretrained` knows them.
+Importing this package registers them with the Auto classes; `import nestling` does so when they are
+first asked for.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+try:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"nestling.models needs {error.name}: pip install 'nestling[lm]'", name=error.name
+    ) from error
 
 from nestling.models import presets
 from nestling.models.cache import MemoryCache

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -15,6 +16,19 @@ from nestling.blocks import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 from nestling.levels import Level
 
 __all__ = ["NestlingConfig"]
+
+_STUB = "modeling_nestling"
+_AUTO_MAP = {
+    "AutoConfig": f"{_STUB}.NestlingConfig",
+    "AutoModel": f"{_STUB}.NestlingModel",
+    "AutoModelForCausalLM": f"{_STUB}.NestlingForCausalLM",
+}
+_CODE = """# Lets Hugging Face tools open this model with trust_remote_code=True.
+try:
+    from nestling.models import NestlingConfig, NestlingForCausalLM, NestlingModel
+except ImportError as error:
+    raise ImportError("this model needs nestling: pip install 'nestling[lm]'") from error
+"""
 
 _LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
 
@@ -39,7 +53,7 @@ class NestlingConfig(PreTrainedConfig):
     """
 
     model_type = "nestling"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds it to a list)
 
     vocab_size: int = 259
     hidden_size: int = 128
@@ -62,13 +76,27 @@ class NestlingConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_typos(kwargs)
+        if "model_type" not in kwargs:  # a saved configuration has it, and may come from later
+            self._refuse_typos(kwargs)
         if self.mixer_options is None:
             self.mixer_options = {}
         if self.levels is None:
             self.levels = [{"name": name, "chunk": chunk} for name, chunk in _LEVELS]
         self.check()
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the configuration, and the file that lets stock tools open the model.
+
+        With it, `trust_remote_code=True` is enough in a process that never imported nestling.
+        """
+        self.auto_map = dict(_AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        Path(save_directory, f"{_STUB}.py").write_text(_CODE)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: the saved file imports the package, no source is copied."""
 
     def check(self) -> None:
         """Raise ValueError, naming the field, unless a model can be built from this."""

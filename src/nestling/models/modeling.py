@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from nestling.blocks import Block, BlockState, RMSNorm
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
+from nestling.models.packing import as_documents, as_rows, documents
 from nestling.models.streaming import StreamOutput, stream
+from nestling.tree import state_select
 
 __all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]
 
@@ -97,17 +99,29 @@ class NestlingPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, name: str | Path, *args: Any, config: NestlingConfig | None = None, **kwargs: Any
-    ) -> Any:
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *args: Any,
+        config: NestlingConfig | str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Self:
         """Load a saved model; another vocabulary than the saved one is refused at once."""
-        saved = NestlingConfig.get_config_dict(name)[0].get("vocab_size")
-        asked = kwargs.get("vocab_size", getattr(config, "vocab_size", saved))
-        if asked != saved and not kwargs.get("ignore_mismatched_sizes"):
-            raise ValueError(
-                f"{name}: the saved model has vocab_size={saved}; it cannot be loaded with"
-                f" vocab_size={asked} (load it, then call resize_token_embeddings)"
-            )
-        return super().from_pretrained(name, *args, config=config, **kwargs)
+        asked = kwargs.get("vocab_size", getattr(config, "vocab_size", None))
+        if None not in (asked, pretrained_model_name_or_path):
+            saved = _saved_vocabulary(pretrained_model_name_or_path, kwargs)
+            if saved not in (None, asked) and not kwargs.get("ignore_mismatched_sizes"):
+                raise ValueError(
+                    f"{pretrained_model_name_or_path}: the saved model has vocab_size={saved}; it"
+                    f" cannot be loaded with vocab_size={asked} (load it, then call"
+                    " resize_token_embeddings)"
+                )
+        return super().from_pretrained(
+            pretrained_model_name_or_path, *args, config=config, **kwargs
+        )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing to do: the file beside a saved model imports the package."""
 
 
 class NestlingModel(NestlingPreTrainedModel):
@@ -129,6 +143,7 @@ class NestlingModel(NestlingPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: MemoryCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -137,24 +152,49 @@ class NestlingModel(NestlingPreTrainedModel):
         """[B, T] tokens -> [B, T, D]; with `use_cache` also the memory state after them.
 
         A token whose `attention_mask` is 0 leaves no trace: it neither decays nor writes a memory.
+        `position_ids` that restart at 0 begin a new document (packed rows): it is read with fresh
+        memories, and the state returned is that of each row's last document.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        self._refuse(kwargs, position_ids)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, x.shape[0], bool(use_cache))
         states = None if cache is None else cache.states
-        mask = _token_mask(attention_mask, x.shape[1])
+        columns = x.shape[1]
+        mask = _token_mask(attention_mask, columns)
+        layout = documents(position_ids, mask, x.shape[0])
+        if layout is not None:
+            if states is not None or kwargs.get("output_hidden_states"):
+                raise ValueError(
+                    "packed rows (position_ids that restart) cannot go on from past_key_values and"
+                    " give no hidden states: put each document in a row of its own"
+                )
+            x, mask = as_documents(x, layout), layout.mask
         after = []
         for number, layer in enumerate(self.layers):
             x, state = layer(x, None if states is None else states[number], mask)
             after.append(state)
+        if layout is not None:
+            x, after = as_rows(x, layout), list(state_select(tuple(after), layout.last))
         if cache is not None:
-            cache.advance(tuple(after), x.shape[1])
+            cache.advance(tuple(after), columns)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
 
     def init_states(self, batch_size: int) -> tuple[Any, ...]:
         """The memory state of every layer before the first token."""
         return tuple(layer.init(batch_size) for layer in self.layers)
+
+    def _refuse(self, options: dict[str, Any], position_ids: Tensor | None) -> None:
+        """Raise ValueError for what other models offer and this one would silently ignore."""
+        asked = options.get("output_attentions")
+        if self.config.output_attentions if asked is None else asked:
+            raise ValueError(
+                "output_attentions=True: memories have no attention weights; use"
+                " output_hidden_states, or the states in past_key_values"
+            )
+        if position_ids is None and options.get("cu_seq_lens_q") is not None:
+            raise ValueError("packed rows are told apart by position_ids; got cu_seq_lens_q alone")
 
     def _cache(self, cache: Any, batch: int, use_cache: bool) -> MemoryCache | None:
         if cache is None:
@@ -198,6 +238,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: MemoryCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
@@ -207,11 +248,12 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Next-token logits [B, T, V]; with `labels` (-100 = ignore) also the mean loss.
 
-        `position_ids` are not needed: every sequence's state knows its position.
+        `position_ids` are needed for packed rows only: every state knows its position.
         """
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -255,6 +297,16 @@ def _reset(module: nn.Module) -> None:
         parameter.copy_(value)
 
 
+def _saved_vocabulary(folder: Any, options: dict[str, Any]) -> int | None:
+    """The vocabulary of a saved model, None where only weights or an adapter lie there."""
+    names = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    hub = {name: options[name] for name in names if name in options}
+    try:
+        return NestlingConfig.get_config_dict(folder, **hub)[0].get("vocab_size")
+    except OSError:
+        return None
+
+
 def _token_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     """The mask of the last `tokens` columns as bool, None when all are real."""
     if attention_mask is None:
@@ -265,4 +317,6 @@ def _token_mask(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
             f" {tokens} new tokens"
         )
     mask = attention_mask[:, -tokens:].to(torch.bool)
+    if torch.compiler.is_compiling() or mask.is_meta:  # what is in it is not known yet
+        return mask
     return None if bool(mask.all()) else mask
