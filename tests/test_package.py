@@ -60,7 +60,7 @@ def test_no_pickle(path):
     )
 
 
-@pytest.mark.parametrize("room", ["rules", "scan", "memories", "blocks", "models"])
+@pytest.mark.parametrize("room", ["rules", "scan", "memories", "continuum", "models"])
 def test_math_and_models_are_free_of_distribution_code(room):
     for path in (ROOT / "src/nestling" / room).rglob("*.py"):
         assert "torch.distributed" not in path.read_text(), path

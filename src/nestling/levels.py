@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Level", "LevelUpdate", "boundaries", "due"]
+__all__ = ["Level", "LevelUpdate", "boundaries", "due", "multiple"]
 
 
 def due(position: int, chunk: int | float) -> bool:
@@ -20,6 +20,11 @@ def boundaries(start: int, stop: int, chunk: int | float) -> range:
         return range(0)
     step = int(chunk)
     return range((start // step + 1) * step, stop + 1, step)
+
+
+def multiple(chunk: int | float, of: int | float) -> bool:
+    """True when a level with this chunk is due only when one with chunk `of` is."""
+    return math.inf not in (chunk, of) and int(chunk) % int(of) == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks import Chain, FeedForward
+from nestling.continuum import Chain, FeedForward
 from studies.continual.base import Base
 from studies.continual.features import Features
 

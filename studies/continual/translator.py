@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks import Chain
+from nestling.continuum import Chain
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer
 from studies.continual.base import Base

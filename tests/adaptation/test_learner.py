@@ -96,7 +96,7 @@ def test_what_a_slow_level_receives_can_raise_the_alarm():
 
 def test_our_own_models_can_be_adapted_too():
     torch.manual_seed(0)
-    config = presets.tiny(mixer="hope", hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    config = presets.tiny(model="hope", hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = NestlingForCausalLM(config).eval().requires_grad_(False)
     learner = nestling.adapt(model, [8, 16, 32, 64], rate=0.5, assign="own")
     frozen = learner.score(repeated(60))

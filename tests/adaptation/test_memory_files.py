@@ -72,7 +72,7 @@ def test_our_own_models_keep_their_context(tmp_path):
     from nestling.models import NestlingForCausalLM, presets
 
     torch.manual_seed(0)
-    config = presets.tiny(mixer="hope", hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = presets.tiny(model="hope", hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     model = NestlingForCausalLM(config).eval().requires_grad_(False)
     first, second = (nestling.adapt(model, [8, 16], rate=0.1) for _ in range(2))
     first.learn(tokens(30))

@@ -32,7 +32,7 @@ def test_every_family_gives_its_mlp_matrices(family):
 
 @pytest.mark.parametrize(("mixer", "count"), [("hope", 8), ("transformer", 3)])
 def test_our_own_models_have_slots_too(mixer, count):
-    model = NestlingForCausalLM(presets.tiny(mixer=mixer, num_hidden_layers=2))
+    model = NestlingForCausalLM(presets.tiny(model=mixer, num_hidden_layers=2))
     slots = mlp_matrices(model, -1)
     assert len(slots) == count
     assert all(slot.layer == 1 and ".channel." in slot.name for slot in slots)

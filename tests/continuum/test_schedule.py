@@ -150,4 +150,4 @@ def test_only_wanted_targets_are_learned(make, layout, ids):
     half = continuum(both, learn=wanted)
     assert torch.equal(half.state.levels[0].updates, torch.tensor([5, 1]))
     losses = alone.losses[0, 1:9:2].mean()
-    torch.testing.assert_close(half.updates[0].surprise[1], losses)
+    torch.testing.assert_close(half.updates[0].loss[1], losses)

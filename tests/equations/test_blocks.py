@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.blocks import AdaptiveMLP, Block, Chain, InContext, Parallel
+from nestling.continuum import Block, Chain, InContext, Parallel
 from nestling.levels import Level
 from nestling.memories import (
     Attention,
@@ -13,6 +13,7 @@ from nestling.memories import (
     SelfModifying,
     SelfModifyingConfig,
 )
+from nestling.memories.adaptive import AdaptiveMLP
 
 LEVELS = (Level(name="fast", chunk=4), Level(name="slow", chunk=16), Level(name="last", chunk=64))
 WIDTH, HEADS = 8, 2

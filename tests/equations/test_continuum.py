@@ -90,7 +90,8 @@ def test_a_nested_level_returns_to_the_start_the_slower_level_learned():
         learned = -levels[1].rate * (one[name] + two[name]) / 2  # at the slow level's rate
         torch.testing.assert_close(start[0], learned)
     assert out.state.levels[0].fast == out.state.levels[0].start
-    assert [u.reset for u in out.updates] == [False, True, False]
+    assert [u.level for u in out.updates] == ["fast", "fast", "slow"]
+    assert [int(level.updates) for level in out.state.levels] == [0, 1]  # the fast one is back
 
 
 @pytest.mark.equation(73)
@@ -101,7 +102,8 @@ def test_sequential_levels_learn_all_initial_states_at_the_slowest():
     loss, out = meta_loss(continuum, IDS, meta="first_order")
     loss.backward()
     assert all(model.get_parameter(slot.name).grad.any() for slot in slots)
-    assert not any(update.reset for update in out.updates)
+    made = [sum(u.level == level.name for u in out.updates) for level in levels]
+    assert [int(level.updates) for level in out.state.levels] == made  # none went back
     before = float(loss.detach())
     with torch.no_grad():
         for slot in slots:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from nestling.blocks.block import Block
-from nestling.blocks.channel import Chain
+from nestling.continuum.layers import Block, Chain
 from nestling.levels import Level
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.objectives import Matrix, dot, l2

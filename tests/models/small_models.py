@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from nestling.blocks import MIXERS
 from nestling.models import NestlingConfig, NestlingForCausalLM, presets
+from nestling.models.specs import MIXERS
 
 VOCABULARY = 13
 CHUNK = 4

@@ -20,11 +20,20 @@ BAD = {
     ),
     "option of a mixer that is not there": (
         {"mixer_options": {"selfmod": {}}},
-        "mixer_options must be one of",
+        "mixer_options are given by the mixer's name, as in",
     ),
     "chunk 0": ({"mixer_options": {"self_modifying": {"chunk": 0}}}, "chunk must be .*got 0"),
     "level chunk 0": ({"levels": [{"name": "fast", "chunk": 0}]}, "chunk must be .*got 0"),
     "level without chunk": ({"levels": [{"name": "fast"}]}, "a name and a chunk"),
+    "a level that is a number": (
+        {"levels": [512]},
+        r"a name and a chunk, as in \{'name': 'fast', 'chunk': 512\}; got 512",
+    ),
+    "options without the mixer": (
+        {"mixer_options": {"chunk": 32}},
+        r"as in mixer_options=\{'self_modifying': \{'chunk': 32\}\}; got \{'chunk': 32\}",
+    ),
+    "a model for a mixer": ({"mixer": "hope"}, r"presets.tiny\(model='hope'\)"),
     "no levels": ({"levels": []}, "at least one level"),
     "level twice": ({"levels": [{"name": "a", "chunk": 2}] * 2}, "different names"),
     "unknown topology": ({"topology": "tree"}, "topology must be one of chain, parallel"),

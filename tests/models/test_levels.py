@@ -6,9 +6,8 @@ import pytest
 import torch
 from small_models import config_of
 
-from nestling.blocks import Chain, FeedForward
-from nestling.blocks.mlp import GATED
-from nestling.continuum import Continuum, MemoryLevel, own_slots
+from nestling.continuum import Chain, Continuum, FeedForward, MemoryLevel, own_slots
+from nestling.continuum.layers import GATED
 from nestling.levels import Level
 from nestling.models import NestlingForCausalLM, presets
 

@@ -20,7 +20,7 @@ SIZES = {
 @pytest.mark.parametrize("preset", SIZES, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("mixer", MODELS)
 def test_all_models_of_a_size_have_as_many_parameters(preset, mixer):
-    count = presets.parameter_count(preset(mixer=mixer))
+    count = presets.parameter_count(preset(model=mixer))
     assert abs(count / SIZES[preset] - 1) < 0.01, count
 
 
@@ -42,7 +42,11 @@ def test_tiny_is_hope_on_bytes():
 
 def test_fields_can_be_given_and_mistakes_are_named():
     assert presets.tiny(num_hidden_layers=2, intermediate_size=32).intermediate_size == 32
-    with pytest.raises(ValueError, match="mixer must be one of hope, "):
+    with pytest.raises(ValueError, match="model must be one of hope, "):
         presets.tiny("mamba")
+    with pytest.raises(ValueError, match="mixer='titans' names a model: say model='titans'"):
+        presets.tiny(mixer="titans")
+    hybrid = presets.tiny(num_hidden_layers=2, mixer=["self_modifying", "attention"])
+    assert hybrid.mixer == ["self_modifying", "attention"]
     with pytest.raises(ValueError, match="more than 1000000"):
         presets.tiny(hidden_size=1024)

@@ -43,6 +43,8 @@ def test_a_stream_that_is_no_stream_of_tokens_says_so():
     model = model_of("hope")
     with pytest.raises(ValueError, match="piece must be at least 1"):
         next(model.stream([1, 2], piece=0))
+    with pytest.raises(TypeError, match="takes tokens, not str: encode the text first"):
+        model.stream("abc")
     with pytest.raises(TypeError, match="either single tokens or pieces"):
         list(model.stream([1, [2]]))
     with pytest.raises(ValueError, match=r"must be \[T\] or \[B, T\]"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.blocks.block import Block
-from nestling.blocks.channel import Chain
+from nestling.continuum.layers import Block, Chain
 from nestling.description import describe
 from nestling.levels import Level
 from nestling.memories import SelfModifying, SelfModifyingConfig

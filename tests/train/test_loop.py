@@ -140,7 +140,7 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
         ("run.steps=many", "run.steps must be a int; got 'many'"),
         ("run.steps=0", "run.steps must be at least 1"),
         ("data.train=/nowhere/x.txt", "no such file or folder"),
-        ("model.mixer=hop", "mixer must be one of"),
+        ("model.mixer=hop", "model must be one of"),
         ("optim.name=adam", "optim.name must be one of"),
         ("optim.chunks=1,2", "one number for each of the 4 levels"),
         ("model.fields.vocab_size=17", "smaller than the tokenizer's vocabulary of 259"),

@@ -13,7 +13,7 @@ from nestling.adaptation.memory_files import read_meta
 from nestling.adaptation.slots import assign_levels
 from nestling.adaptation.drift import Alarm, Limits
 from nestling.continuum import Continuum, MemoryLevel
-from nestling.continuum.plan import TRANSFERS
+from nestling.continuum.engine import TRANSFERS
 from nestling.rules import Rule
 
 __all__ = ["RULES", "adapt", "load_learner"]

@@ -31,7 +31,7 @@ def moving(continuum: Continuum) -> list[int]:
 def check_move(continuum: Continuum) -> None:
     """Refuse levels that do not sit on the same weights: nothing can move between them."""
     owned = [
-        [(own.slot, *own.part[1:]) for own in continuum.plan.parts[number]]
+        [(own.slot, *own.part[1:]) for own in continuum.parts[number]]
         for number in moving(continuum)
     ]
     if any(parts != owned[0] for parts in owned):

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nestling.continuum import Continuum, ContinuumState, Update
-from nestling.continuum.slots import cut, weight_of
+from nestling.continuum import Continuum, ContinuumState
+from nestling.continuum.assignment import cut, weight_of
+from nestling.levels import LevelUpdate
 from nestling.tree import tree_leaves
 
 __all__ = [
@@ -96,7 +97,7 @@ class Limits:
 def base_norms(continuum: Continuum) -> dict[str, float]:
     """The norm of the base weights each level sits on."""
     norms = {}
-    for level, parts in zip(continuum.levels, continuum.plan.parts, strict=True):
+    for level, parts in zip(continuum.levels, continuum.parts, strict=True):
         squares = 0.0
         for own in parts:
             weight, transposed = weight_of(continuum.model, continuum.slots[own.slot].name)
@@ -106,15 +107,15 @@ def base_norms(continuum: Continuum) -> dict[str, float]:
     return norms
 
 
-def changes(updates: Iterable[Update], norms: dict[str, float]) -> list[Change]:
+def changes(updates: Iterable[LevelUpdate], norms: dict[str, float]) -> list[Change]:
     """The engine's records of one memory as plain numbers."""
     return [
         Change(
             update.position,
             update.level,
-            float(update.surprise[0]),
-            float(update.gradient[0]),
-            float(update.norm[0]) / max(norms[update.level], 1e-30),
+            float(update.loss[0]),
+            float(update.grad_norm[0]),
+            float(update.distance[0]) / max(norms[update.level], 1e-30),
         )
         for update in updates
     ]

@@ -31,8 +31,8 @@ from nestling.adaptation.drift import (
 )
 from nestling.continuum import Continuum, ContinuumState, MemoryLevel
 from nestling.continuum import fast as differences
+from nestling.continuum.assignment import cut, weight_of
 from nestling.continuum.reading import Reading
-from nestling.continuum.slots import cut, weight_of
 from nestling.losses import windowed_losses
 
 __all__ = ["Learner", "Report"]
@@ -164,7 +164,7 @@ class Learner:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Any]:
         """Within this block, in this thread, the base model answers with what was learned."""
-        with Reading(self.continuum.places(self.state.levels), 1):
+        with Reading(self.continuum.engine.live(self.state.levels), 1):
             yield self.model
 
     @torch.no_grad()
@@ -328,7 +328,7 @@ class Learner:
         """
         chosen = range(len(self.levels)) if level is None else [self._number(level)]
         for number in chosen:
-            parts = self.continuum.plan.parts[number]
+            parts = self.continuum.parts[number]
             for own, fast in zip(parts, self.state.levels[number].fast, strict=True):
                 if fast is not None:
                     weight, transposed = weight_of(self.model, self.continuum.slots[own.slot].name)

@@ -182,11 +182,11 @@ def _types(continuum: Continuum) -> dict[str, type]:
 
 def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> None:
     for number, level in enumerate(state.levels):
-        parts = continuum.plan.parts[number]
+        parts = continuum.parts[number]
         if len(level.fast) != len(parts):
             raise BrokenFileError(f"{folder}: level {number} has {len(level.fast)} parts")
         for own, fast in zip(parts, level.fast, strict=True):
-            size = list(continuum.sizes[own.slot])
+            size = list(continuum.engine.sizes[own.slot])
             if own.part.axis is not None:
                 size[own.part.axis] = own.part.stop - own.part.start
             if isinstance(fast, Factors):

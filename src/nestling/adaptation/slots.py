@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from nestling.continuum import Part, Slot
-from nestling.continuum.slots import own_slots
+from nestling.continuum.assignment import own_slots
 
 __all__ = [
     "ASSIGNMENTS",

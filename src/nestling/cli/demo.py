@@ -252,10 +252,8 @@ def _story(
     losses, _ = learning.read(ids[:1])
     timeline = Timeline()
     for update in learning.updates:
-        way = RATE * float(update.gradient[0])  # of one step of gradient descent
-        timeline.record(
-            update.position, update.level, surprise=float(update.surprise[0]), drift=way
-        )
+        way = RATE * float(update.grad_norm[0])  # of one step of gradient descent
+        timeline.record(update.position, update.level, surprise=float(update.loss[0]), drift=way)
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
         trained=[_trained(arm) for arm in (hope, transformer)],

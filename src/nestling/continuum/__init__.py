@@ -1,37 +1,49 @@
-"""Continuum memory: levels of fast weights in any causal language model (Eq. 70-74)."""
+"""Continuum memory: levels of weights that learn while they read, each at its own pace (Eq. 70-74).
 
-from nestling.continuum.continuum import Continuum
-from nestling.continuum.core import (
-    ContinuumState,
-    Factors,
-    Fast,
-    LevelState,
-    MemoryLevel,
-    Output,
-    Pairs,
-    Part,
-    Slot,
-    Update,
+`layers` has the MLPs and channels that are levels, `assignment` says which level owns which weight,
+`engine` how levels learn, `stream` how tokens are read; `Continuum` puts them over any model.
+"""
+
+from nestling.continuum.assignment import Part, Slot, level_names, level_parts, own_slots
+from nestling.continuum.continuum import Continuum, meta_loss
+from nestling.continuum.fast import Factors, Fast
+from nestling.continuum.layers import (
+    MLP,
+    Block,
+    BlockState,
+    Chain,
+    Channel,
+    FeedForward,
+    InContext,
+    Parallel,
+    SwiGLU,
 )
-from nestling.continuum.meta import meta_loss
 from nestling.continuum.naive import naive
-from nestling.continuum.padding import align
-from nestling.continuum.slots import own_slots
-from nestling.continuum.steps import level_parts
+from nestling.continuum.state import ContinuumState, LevelState, MemoryLevel, Output, Pairs
+from nestling.continuum.stream import align
 
 __all__ = [
+    "MLP",
+    "Block",
+    "BlockState",
+    "Chain",
+    "Channel",
     "Continuum",
     "ContinuumState",
     "Factors",
     "Fast",
+    "FeedForward",
+    "InContext",
     "LevelState",
     "MemoryLevel",
     "Output",
     "Pairs",
+    "Parallel",
     "Part",
     "Slot",
-    "Update",
+    "SwiGLU",
     "align",
+    "level_names",
     "level_parts",
     "meta_loss",
     "naive",

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.continuum import fast as differences
-from nestling.continuum import learning
-from nestling.continuum.caches import context_limit
-from nestling.continuum.call import Call
-from nestling.continuum.core import ContinuumState, LevelState, MemoryLevel, Output, Slot
-from nestling.continuum.plan import make_plan
-from nestling.continuum.reading import Place
-from nestling.continuum.slots import cut, shapes, weight_of
+from nestling.continuum.assignment import Owned, Slot, weight_of
+from nestling.continuum.engine import TRANSFERS, Engine, Rate
+from nestling.continuum.state import ContinuumState, MemoryLevel, Output
+from nestling.continuum.stream import TokenStream, begin, context_limit
 
-__all__ = ["METAS", "Continuum"]
+__all__ = ["METAS", "Continuum", "meta_loss"]
 
 METAS = (None, "frozen", "first_order", "second_order")
 """What of a call can be differentiated; see `Continuum.forward`."""
@@ -65,10 +61,8 @@ class Continuum(nn.Module):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 position; got {value}")
         self.model = model
-        self.slots = tuple(slots)
-        self.sizes = shapes(model, self.slots)
-        self.plan = make_plan(
-            levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
+        self.engine = Engine(
+            model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
         limit = context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)
@@ -77,7 +71,7 @@ class Continuum(nn.Module):
         if learn_rates:
             if any(level.rate == 0.0 for level in levels):
                 raise ValueError("learn_rates: every level needs a rate above 0 to start from")
-            like = weight_of(model, self.slots[0].name)[0]
+            like = self.engine.like
             exact = torch.promote_types(like.dtype, torch.float32)
             rates = torch.tensor([lv.rate for lv in levels], dtype=exact, device=like.device)
             self.log_rate = nn.Parameter(rates.log())
@@ -85,25 +79,23 @@ class Continuum(nn.Module):
     @property
     def levels(self) -> tuple[MemoryLevel, ...]:
         """The levels, in the order they were given."""
-        return self.plan.levels
+        return self.engine.levels
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The matrices that hold memory."""
+        return self.engine.slots
+
+    @property
+    def parts(self) -> tuple[tuple[Owned, ...], ...]:
+        """For every level the parts it owns, in the order of the slots."""
+        return self.engine.wiring.parts
 
     def init(self, batch: int = 1) -> ContinuumState:
         """The state before the first token: nothing learned, nothing read."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1; got {batch}")
-        like = self._weights()[0][0].detach()
-        zero = torch.zeros(batch, dtype=torch.int64, device=like.device)
-        tokens = zero.new_zeros(batch, 0)
-        return ContinuumState(
-            levels=tuple(self._empty(number, batch, like) for number in range(len(self.levels))),
-            start=zero,
-            begin=zero,
-            tokens=tokens,
-            wanted=tokens.bool(),
-            cache=None,
-            ahead=None,
-            last=None,
-        )
+        return begin(self.engine, batch)
 
     def forward(
         self,
@@ -129,21 +121,23 @@ class Continuum(nn.Module):
         state = self.init(ids.shape[0]) if state is None and ids.dim() == 2 else state
         state = self._check(ids, state, learn, meta)
         with torch.inference_mode(False):
-            call = Call(self, meta, keep_logits, measure)
-            if learn is False or not self.plan.order:
-                return call.read(ids.clone(), state)
+            stream = TokenStream(
+                self.engine,
+                self.rates(graph=meta == "second_order"),
+                context=self.context,
+                segment=self.segment,
+                meta=meta,
+                keep_logits=keep_logits,
+                measure=measure,
+            )
+            if learn is False or not self.engine.wiring.order:
+                return stream.read(ids.clone(), state)
             wanted = torch.ones_like(ids, dtype=torch.bool) if learn is True else learn
-            return call.learn(ids.clone(), wanted, state)
+            return stream.learn(ids.clone(), wanted, state)
 
     def delta(self, state: ContinuumState, slot: str) -> Tensor | None:
         """All levels' difference on one slot as a matrix [B, Do, Di]; None if nothing learned."""
-        number = [each.name for each in self.slots].index(slot)
-        place = self.places(state.levels)[number]
-        if not place.parts:
-            return None
-        full = [(part, differences.dense(fast)) for part, fast in place.parts]
-        zero = full[0][1].new_zeros(self.sizes[number])
-        return differences.merge(zero, full).expand(state.batch, -1, -1)
+        return self.engine.delta(state.levels, slot)
 
     def reset(self, state: ContinuumState, *, context: bool = True) -> ContinuumState:
         """Forget what was learned; with `context` also what was read."""
@@ -166,37 +160,12 @@ class Continuum(nn.Module):
             last=None,
         )
 
-    def rate(self, number: int, *, graph: bool = False) -> float | Tensor:
-        """A level's rate: a number, or under `graph` what `log_rate` says."""
+    def rates(self, *, graph: bool = False) -> list[Rate]:
+        """The levels' rates: numbers, or under `graph` what `log_rate` says."""
         if self.log_rate is None:
-            return self.levels[number].rate
-        rate = self.log_rate[number].exp()
-        return rate if graph else float(rate)
-
-    def _weights(self) -> list[tuple[Tensor, bool]]:
-        return [weight_of(self.model, slot.name) for slot in self.slots]
-
-    def places(self, levels: tuple[LevelState, ...]) -> list[Place]:
-        """Every slot with the differences its levels have now."""
-        places = [Place(weight, transposed, []) for weight, transposed in self._weights()]
-        for parts, level in zip(self.plan.parts, levels, strict=True):
-            for own, fast in zip(parts, level.fast, strict=True):
-                if fast is not None:
-                    places[own.slot].parts.append((own.part, fast))
-        return places
-
-    def _empty(self, number: int, batch: int, like: Tensor) -> LevelState:
-        parts = self.plan.parts[number]
-        state = learning.empty(len(parts), batch, like)
-        nested = self.plan.transfer == "second_order" and number in self.plan.order
-        if not nested or self.plan.slower(number) is None:
-            return state
-        zeros = [
-            cut(like.new_zeros(batch, *self.sizes[own.slot], dtype=state.seen.dtype), own.part)
-            for own in parts
-        ]
-        start = tuple(zero.clone().requires_grad_() for zero in zeros)
-        return state._replace(fast=start, start=start)
+            return [level.rate for level in self.levels]
+        rates = self.log_rate.exp()
+        return list(rates.unbind()) if graph else rates.tolist()
 
     def _check(
         self, ids: Tensor, state: ContinuumState | None, learn: bool | Tensor, meta: str | None
@@ -216,7 +185,7 @@ class Continuum(nn.Module):
             raise ValueError(f"meta must be one of {METAS}; got {meta!r}")
         if meta == "second_order" and any(level.rank is not None for level in self.levels):
             raise ValueError("meta='second_order' needs levels with rank=None")
-        if meta in ("frozen", "first_order") and self.plan.transfer == "second_order":
+        if meta in ("frozen", "first_order") and self.engine.wiring.transfer == "second_order":
             raise ValueError("transfer='second_order' needs meta=None or meta='second_order'")
         if self.model.training and getattr(self.model, "is_gradient_checkpointing", False):
             raise ValueError(
@@ -224,3 +193,36 @@ class Continuum(nn.Module):
                 " where fast weights are not known; call model.gradient_checkpointing_disable()"
             )
         return state
+
+
+def meta_loss(
+    continuum: Continuum,
+    ids: Tensor,
+    state: ContinuumState | None = None,
+    *,
+    meta: str = "first_order",
+    learn: bool | Tensor = True,
+) -> tuple[Tensor, Output]:
+    """The mean loss of text that is learned while it is read; call `.backward()` on it (Eq. 73).
+
+    The initial state of every level is the model's own weight there; `meta` says how it learns
+    (deviation 14). All other parameters are trained by the plain gradient in any case.
+
+    frozen: it does not. first_order: by the gradient at the adapted weights. reptile: towards the
+    adapted weights (its gradient is `-mean_b Delta` at the end). second_order: by the true
+    gradient, through every update, as are the rates.
+    """
+    if meta not in TRANSFERS:
+        raise ValueError(f"meta must be one of {TRANSFERS}; got {meta!r}")
+    output = continuum(ids, state, learn=learn, meta="frozen" if meta == "reptile" else meta)
+    loss = output.losses[~output.losses.isnan()].mean()
+    if meta != "reptile":
+        return loss, output
+    pull = torch.zeros_like(loss)
+    for slot in continuum.slots:
+        delta = continuum.delta(output.state, slot.name)
+        weight, transposed = weight_of(continuum.model, slot.name)
+        if delta is not None and weight.requires_grad:
+            end = delta.detach().mean(0)
+            pull = pull - (weight * (end.mT if transposed else end).to(weight.dtype)).sum()
+    return loss + (pull - pull.detach()), output

@@ -15,13 +15,16 @@ Subspace iteration carries a few more columns than asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nestling.continuum.core import Factors, Fast, Part
+from nestling.continuum.assignment import Part
 
 __all__ = [
+    "Factors",
+    "Fast",
     "add",
     "dense",
     "handier",
@@ -35,6 +38,18 @@ __all__ = [
     "truncate",
     "truncate_all",
 ]
+
+
+class Factors(NamedTuple):
+    """A compact matrix `left right^T`."""
+
+    left: Tensor  # [B, Do, R]
+    right: Tensor  # [B, Di, R]
+
+
+Fast = Tensor | Factors | None
+"""One part's difference [B, Do, Di]; None is zero, as long as nothing was learned."""
+
 
 EXTRA = 8
 """Columns of a subspace beyond the rank asked for."""

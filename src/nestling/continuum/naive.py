@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from nestling.continuum.caches import cache_from, cache_tree
-from nestling.continuum.core import MemoryLevel, Slot
-from nestling.continuum.slots import Owned, cut, owned, shapes, weight_of
+from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weight_of
+from nestling.continuum.state import MemoryLevel
+from nestling.continuum.stream import cache_from, cache_tree
 from nestling.rules.core import Gates, Write
 from nestling.tree import state_detach
 

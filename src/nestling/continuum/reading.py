@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nestling.continuum.core import Factors, Part
-from nestling.continuum.fast import merge, read
+from nestling.continuum.assignment import Part
+from nestling.continuum.fast import Factors, dense, merge, read
 
-__all__ = ["Place", "Reading", "Record"]
+__all__ = ["LiveSlot", "Reading", "Record"]
 
 FEW = 32
 """Up to so many tokens a full difference is read beside the base, not added into it."""
 
 
-class Place(NamedTuple):
+class LiveSlot(NamedTuple):
     """A slot as it stands now: the stored weight, and the differences of its parts."""
 
     weight: Tensor  # as the model stores it
@@ -38,6 +38,11 @@ class Place(NamedTuple):
         """The weight as [Do, Di]."""
         weight = self.weight.detach() if constant else self.weight
         return weight.mT if self.transposed else weight
+
+    def whole(self, *, constant: bool) -> Tensor:
+        """`W0 + sum_l Delta_l`: [Do, Di], or [B, Do, Di] for several sequences."""
+        base, full = self.base(constant=constant), [(p, dense(f)) for p, f in self.parts]
+        return merge(base, full) if full else base
 
 
 class Record(NamedTuple):
@@ -54,13 +59,13 @@ class Reading(TorchFunctionMode):
     """
 
     def __init__(
-        self, places: Sequence[Place], batch: int, *, record: bool = False, constant: bool = True
+        self, slots: Sequence[LiveSlot], batch: int, *, record: bool = False, constant: bool = True
     ) -> None:
         super().__init__()
-        self.places = {id(place.weight): number for number, place in enumerate(places)}
-        self.slots, self.batch = places, batch
+        self.numbers = {id(slot.weight): number for number, slot in enumerate(slots)}
+        self.slots, self.batch = slots, batch
         self.record, self.constant = record, constant
-        self.records: list[list[Record]] = [[] for _ in places]
+        self.records: list[list[Record]] = [[] for _ in slots]
 
     def __torch_function__(
         self,
@@ -70,30 +75,30 @@ class Reading(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.linear and len(args) > 1 and id(args[1]) in self.places:
-            number = self.places[id(args[1])]
+        if func is functional.linear and len(args) > 1 and id(args[1]) in self.numbers:
+            number = self.numbers[id(args[1])]
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             return self._answer(number, args[0], bias, lambda: func(*args, **kwargs))
-        if func is torch.addmm and len(args) > 2 and id(args[2]) in self.places and not kwargs:
-            number = self.places[id(args[2])]
+        if func is torch.addmm and len(args) > 2 and id(args[2]) in self.numbers and not kwargs:
+            number = self.numbers[id(args[2])]
             return self._answer(number, args[1], args[0], lambda: func(*args))
         return func(*args, **kwargs)
 
     def _answer(
         self, number: int, x: Tensor, bias: Tensor | None, plain: Callable[[], Tensor]
     ) -> Tensor:
-        place = self.slots[number]
+        slot = self.slots[number]
         rows = x.reshape(self.batch, -1, x.shape[-1])  # [B, n, Di]
-        together = [(p, d) for p, d in place.parts if isinstance(d, Tensor)]
-        beside = [(p, d) for p, d in place.parts if isinstance(d, Factors)]
+        together = [(p, d) for p, d in slot.parts if isinstance(d, Tensor)]
+        beside = [(p, d) for p, d in slot.parts if isinstance(d, Factors)]
         aside: list[tuple[Part, Tensor | Factors]] = [*beside]
         if rows.shape[1] * self.batch <= FEW and not self.record:
             together, aside = [], [*beside, *together]
         if together:
-            weight = merge(place.base(constant=self.constant), together)
+            weight = merge(slot.base(constant=self.constant), together)
             y = _linear(x, rows, weight, bias)
-        elif self.constant and place.weight.requires_grad and torch.is_grad_enabled():
-            y = functional.linear(x, place.base(constant=True), bias)
+        elif self.constant and slot.weight.requires_grad and torch.is_grad_enabled():
+            y = functional.linear(x, slot.base(constant=True), bias)
         else:
             y = plain()
         for part, fast in aside:

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nestling.blocks.adaptive import AdaptiveMLP
-from nestling.blocks.block import Block
-from nestling.blocks.channel import Chain, Parallel
+from nestling.continuum.layers import Block, Chain, Parallel
 from nestling.description.description import Component, every
 from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying
+from nestling.memories.adaptive import AdaptiveMLP
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
 from nestling.tree import tree_leaves

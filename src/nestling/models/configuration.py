@@ -12,8 +12,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from nestling.blocks import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 from nestling.levels import Level
+from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 
 __all__ = ["NestlingConfig"]
 
@@ -109,8 +109,14 @@ class NestlingConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} must be a multiple of num_attention_heads="
                 f"{self.num_attention_heads}"
             )
-        for option in self.mixer_options or {}:
-            _one_of("mixer_options", option, MIXERS)
+        for name, options in (self.mixer_options or {}).items():
+            if name not in MIXERS or not isinstance(options, dict):
+                first = self.mixer if isinstance(self.mixer, str) else self.mixer[0]
+                raise ValueError(
+                    "mixer_options are given by the mixer's name, as in mixer_options="
+                    f"{{{first!r}: {{'chunk': 32}}}}; got {{{name!r}: {options!r}}} (the mixers are"
+                    f" {', '.join(sorted(MIXERS))})"
+                )
         for layer in range(self.num_hidden_layers):
             self.mixer_spec(layer)
             self.channel_spec(layer)
@@ -118,6 +124,11 @@ class NestlingConfig(PreTrainedConfig):
     def mixer_spec(self, layer: int) -> MixerSpec:
         """What the mixer of one layer is made of."""
         name = self._of_layer("mixer", layer)
+        if name not in MIXERS and name in ("hope", "hope_attention", "transformer"):
+            raise ValueError(
+                f"mixer={name!r} names a model, not a mixer: nestling.models.presets.tiny("
+                f"model={name!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
+            )
         _one_of("mixer", name, MIXERS)
         return MixerSpec(
             name=name,
@@ -147,8 +158,11 @@ class NestlingConfig(PreTrainedConfig):
         if not self.levels:
             raise ValueError("levels must name at least one level; got none")
         for entry in self.levels:
-            if set(entry) != {"name", "chunk"}:
-                raise ValueError(f"each of levels has a name and a chunk; got {entry!r}")
+            if not isinstance(entry, dict) or set(entry) != {"name", "chunk"}:
+                raise ValueError(
+                    "each of levels has a name and a chunk, as in {'name': 'fast', 'chunk': 512};"
+                    f" got {entry!r}"
+                )
         return tuple(
             Level(name=e["name"], chunk=math.inf if e["chunk"] is None else e["chunk"])
             for e in self.levels

@@ -16,12 +16,13 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from nestling.blocks import Block, BlockState, RMSNorm
+from nestling.continuum import Block, BlockState
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
 from nestling.models.packing import as_documents, as_rows, documents
 from nestling.models.streaming import StreamOutput, stream
+from nestling.norm import RMSNorm
 from nestling.tree import state_select
 
 __all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]

@@ -1,9 +1,9 @@
 """Named configurations. At one size all models have the same width, depth and parameters.
 
     presets.tiny()                        Hope, about 1M parameters, bytes
-    presets.tiny(mixer="transformer")     Transformer++ with as many parameters
+    presets.tiny(model="transformer")     Transformer++ with as many parameters
 
-`mixer` picks the model (`MODELS`); the hidden width of its channel memory is what makes the
+`model` names the model (`MODELS`); the hidden width of its channel memory is what makes the
 parameter counts equal, so that comparisons are fair. Other fields of the configuration may be
 given as keywords; with an explicit `intermediate_size` nothing is adjusted.
 """
@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from nestling.blocks import Block, ChannelSpec, MixerSpec
+from nestling.continuum import Block
 from nestling.models.configuration import NestlingConfig
+from nestling.models.specs import ChannelSpec, MixerSpec
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
 __all__ = [
@@ -65,41 +66,50 @@ PAPER_760M = Size(width=1024, layers=24, heads=16, vocabulary=32_000, parameters
 PAPER_1B3 = Size(width=1536, layers=24, heads=16, vocabulary=32_000, parameters=1_300_000_000)
 
 
-def tiny(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+def tiny(model: str = "hope", **fields: Any) -> NestlingConfig:
     """About 1M parameters, bytes: tests, demonstrations, a laptop."""
-    return configure(TINY, mixer, **fields)
+    return configure(TINY, model, **fields)
 
 
-def small(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+def small(model: str = "hope", **fields: Any) -> NestlingConfig:
     """About 5M parameters, bytes."""
-    return configure(SMALL, mixer, **fields)
+    return configure(SMALL, model, **fields)
 
 
-def base(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+def base(model: str = "hope", **fields: Any) -> NestlingConfig:
     """About 60M parameters, vocabulary of 32,000."""
-    return configure(BASE, mixer, **fields)
+    return configure(BASE, model, **fields)
 
 
-def hope_760m(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+def hope_760m(model: str = "hope", **fields: Any) -> NestlingConfig:
     """The paper's 760M size: width 1024, vocabulary of 32,000."""
-    return configure(PAPER_760M, mixer, **fields)
+    return configure(PAPER_760M, model, **fields)
 
 
-def hope_1b3(mixer: str = "hope", **fields: Any) -> NestlingConfig:
+def hope_1b3(model: str = "hope", **fields: Any) -> NestlingConfig:
     """The paper's 1.3B size: width 1536, vocabulary of 32,000."""
-    return configure(PAPER_1B3, mixer, **fields)
+    return configure(PAPER_1B3, model, **fields)
 
 
-def configure(size: Size, mixer: str = "hope", **fields: Any) -> NestlingConfig:
-    """The model named `mixer` at a size; its channel's hidden width is fitted to the size."""
-    if mixer not in MODELS:
-        raise ValueError(f"mixer must be one of {', '.join(MODELS)}; got {mixer!r}")
+def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
+    """The model of this name at a size; its channel's hidden width is fitted to the size.
+
+    fields: of `NestlingConfig`; a hybrid gives `mixer` as a list with one name per layer.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
+    mixer = fields.get("mixer")
+    if isinstance(mixer, str) and mixer in MODELS:
+        raise ValueError(
+            f"mixer={mixer!r} names a model: say model={mixer!r} (a preset's mixer may be changed"
+            " by a list with one mixer per layer)"
+        )
     given = {
         "vocab_size": size.vocabulary,
         "hidden_size": size.width,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        **MODELS[mixer],
+        **MODELS[model],
         **fields,
     }
     if given["vocab_size"] == BYTE_VOCABULARY:

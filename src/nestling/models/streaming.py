@@ -26,7 +26,6 @@ class StreamOutput(NamedTuple):
     state: MemoryCache  # after the piece; the next piece changes it
 
 
-@torch.no_grad()
 def stream(
     model: Any,
     tokens: Iterable[Tensor | Sequence[int] | int],
@@ -40,8 +39,23 @@ def stream(
     into pieces of `piece`. The first token of a piece is judged by the last logits of the piece
     before; a stream that starts from a saved `state` has none for its first token: its loss is nan.
     """
+    if isinstance(tokens, str | bytes):
+        raise TypeError(
+            f"stream takes tokens, not {type(tokens).__name__}: encode the text first, as in"
+            " model.stream(tokenizer(text).input_ids)"
+        )
     if piece < 1:
         raise ValueError(f"piece must be at least 1 token; got {piece}")
+    return _stream(model, tokens, state, piece)
+
+
+@torch.no_grad()
+def _stream(
+    model: Any,
+    tokens: Iterable[Tensor | Sequence[int] | int],
+    state: MemoryCache | None,
+    piece: int,
+) -> Iterator[StreamOutput]:
     cache = MemoryCache(len(model.model.layers)) if state is None else state
     last: Tensor | None = None
     for ids in _pieces(tokens, piece, model.device):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks.block import Block
+from nestling.continuum.layers import Block
 from nestling.memories.self_modifying import SelfModifying
 from nestling.objectives import Matrix, dot
 from nestling.paper.problem import Problem, View

@@ -53,11 +53,15 @@ class Rule(NamedTuple):
 
     `elementwise` promises that every entry of the weight is treated alone (all state has the
     weight's shape), so a caller may cut, flatten or join weights: into blocks, into shards.
+    `needs_pairs` says that a write must bring the pairs its gradient came from. `plain` promises
+    gradient descent itself: no state, and the gradient comes out as it went in.
     """
 
     init: Callable[[Tensor], State]
     step: Callable[[Write, State, Tensor, Gates], tuple[Write, State]]
     elementwise: bool = False
+    needs_pairs: bool = False
+    plain: bool = False
 
 
 def apply(
@@ -81,7 +85,13 @@ def chain(*rules: Rule) -> Rule:
             after.append(new)
         return write, tuple(after)
 
-    return Rule(init, step, all(rule.elementwise for rule in rules))
+    return Rule(
+        init,
+        step,
+        elementwise=all(rule.elementwise for rule in rules),
+        needs_pairs=any(rule.needs_pairs for rule in rules),
+        plain=all(rule.plain for rule in rules),
+    )
 
 
 def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) -> Rule:
@@ -93,5 +103,5 @@ def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) 
     return Rule(lambda weight: (), step, elementwise)
 
 
-identity = stateless(lambda grad: grad, elementwise=True)
+identity = stateless(lambda grad: grad, elementwise=True)._replace(plain=True)
 """Plain gradient descent as a rule (Eq. 1)."""

@@ -124,7 +124,7 @@ def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
         grad = dgd_direction(near, x, u, gates.rate, row_weight=row_weight, erase=erase)
         return write._replace(grad=grad), state
 
-    return Rule(lambda weight: (), step)
+    return Rule(lambda weight: (), step, needs_pairs=True)
 
 
 def generalised_descent(

@@ -120,7 +120,7 @@ def descend(objective: Objective) -> Rule:
         (grad,) = objective.gradient(Matrix(weight), x, u)
         return write._replace(grad=grad), state
 
-    return Rule(lambda weight: (), step)
+    return Rule(lambda weight: (), step, needs_pairs=True)
 
 
 def pairs(write: Write, name: str) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ def generalised_momentum(objective: Objective, *, decay: float = 0.9, rate: floa
         )
         return write._replace(grad=-memory), MomentumState(memory)
 
-    return Rule(_init, step)
+    return Rule(_init, step, needs_pairs=True)
 
 
 def _init(weight: Tensor) -> MomentumState:

@@ -55,4 +55,4 @@ def omega(objective: Objective = l2, *, window: int = 4) -> Rule:
         (grad,) = objective.gradient(Matrix(weight), keys, values)
         return write._replace(grad=grad), WindowState(keys, values)
 
-    return Rule(init, step)
+    return Rule(init, step, needs_pairs=True)

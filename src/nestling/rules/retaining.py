@@ -83,4 +83,4 @@ def retaining(
         grad = write.grad.to(dtype) * (x.shape[-2] if mean else 1)
         return write._replace(grad=(grad @ memory).to(weight.dtype)), Retained(memory)
 
-    return Rule(init, step)
+    return Rule(init, step, needs_pairs=True)

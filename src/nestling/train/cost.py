@@ -49,7 +49,7 @@ class Cost:
 
 def block_flops(config: Any, tokens: int, *, layer: int = 0) -> float:
     """Operations per token of one block, forward and backward, counted on this machine."""
-    from nestling.blocks import Block
+    from nestling.continuum import Block
 
     torch.manual_seed(0)
     block = Block(config.mixer_spec(layer).build(), config.channel_spec(layer).build())

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.blocks.mlp import scaled_normal_
 from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import merge_heads, split_heads
 from nestling.norm import RMSNorm
@@ -51,8 +50,8 @@ class AdaptiveMLP(Memory):
 
     def reset_parameters(self) -> None:
         for layer in (self.query, self.key, self.value, self.out):
-            scaled_normal_(layer.weight, layer.in_features)
-        scaled_normal_(self.weight, self.weight.shape[-1])
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+        nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
 
     def init(
         self,

@@ -18,21 +18,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nestling.levels import Level
+from nestling.continuum.fast import Fast
+from nestling.levels import Level, LevelUpdate
 from nestling.rules.core import Rule, identity
 
-__all__ = [
-    "ContinuumState",
-    "Factors",
-    "Fast",
-    "LevelState",
-    "MemoryLevel",
-    "Output",
-    "Pairs",
-    "Part",
-    "Slot",
-    "Update",
-]
+__all__ = ["ContinuumState", "LevelState", "MemoryLevel", "Output", "Pairs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,45 +60,11 @@ class MemoryLevel(Level):
         return self.chunk != math.inf and (self.rate != 0.0 or self.retain != 1.0)
 
 
-class Part(NamedTuple):
-    """What one level owns of a slot: all of it, or `start:stop` along one axis.
-
-    `axis` 0 are the layer's outputs (rows of W), 1 its inputs (columns); None is the whole matrix.
-    """
-
-    level: int  # index into the continuum's levels
-    axis: int | None = None
-    start: int = 0
-    stop: int = 0
-
-
-class Slot(NamedTuple):
-    """One weight matrix that holds memory, by its parameter's name, and the levels that own it.
-
-    A matrix of `nn.Linear`, or of a GPT-2 `Conv1D` (recognised; parts are always meant in the
-    orientation outputs x inputs). Parts of one level must not overlap.
-    """
-
-    name: str  # "model.layers.0.mlp.up_proj.weight"
-    parts: tuple[Part, ...]
-
-
-class Factors(NamedTuple):
-    """A compact matrix `left right^T`."""
-
-    left: Tensor  # [B, Do, R]
-    right: Tensor  # [B, Di, R]
-
-
 class Pairs(NamedTuple):
     """The pairs a gradient came from: inputs, and targets `u = -dL/dy` of the summed loss."""
 
     x: Tensor  # [B, n, Di]
     u: Tensor  # [B, n, Do]
-
-
-Fast = Tensor | Factors | None
-"""One part's difference [B, Do, Di]; None is zero, as long as nothing was learned."""
 
 
 class LevelState(NamedTuple):
@@ -162,21 +118,10 @@ class ContinuumState(NamedTuple):
         return self.start.shape[0]
 
 
-class Update(NamedTuple):
-    """What one level did at one position; measured per sequence."""
-
-    position: int
-    level: str
-    surprise: Tensor  # [B] mean loss of the chunk's pairs, before the update
-    gradient: Tensor  # [B] norm of the chunk's gradient (as the rule saw it)
-    norm: Tensor  # [B] norm of the level's difference after the update
-    reset: bool = False  # the level then went back to its initial state (Eq. 72)
-
-
 class Output(NamedTuple):
     """What reading (and learning from) some tokens gives."""
 
     logits: Tensor  # [B, T, V] for the token after each; [B, 1, V] with keep_logits=False
     losses: Tensor  # [B, T] each token's loss given all before it; nan for the very first
     state: ContinuumState
-    updates: tuple[Update, ...]  # in the order in which they happened
+    updates: tuple[LevelUpdate, ...]  # in the order in which they happened

@@ -1,16 +1,61 @@
-"""Slots bound to a model: the matrix behind each name, and which level owns which part of it."""
+"""Which level owns which part of which weight: the one assignment, for every clock.
+
+A *slot* is one weight matrix of a model, by its parameter's name; its *parts* say which levels own
+it. In context a level changes its difference from these weights every `chunk` pairs of a text;
+across steps its parameters take an optimizer step every `chunk` training steps (`level_parts`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from nestling.blocks.channel import Chain, Parallel
-from nestling.continuum.core import MemoryLevel, Part, Slot
+from nestling.continuum.layers import Chain, Parallel
+from nestling.levels import Level
 
-__all__ = ["Owned", "cut", "own_slots", "owned", "shapes", "weight_of"]
+__all__ = [
+    "REST",
+    "Owned",
+    "Part",
+    "Slot",
+    "cut",
+    "level_names",
+    "level_parts",
+    "own_slots",
+    "owned",
+    "shapes",
+    "weight_of",
+]
+
+REST = Level(name="rest", chunk=1)
+"""The level of all parameters that belong to no memory: a step every step."""
+
+Factory = Callable[[list[Any]], Any]
+
+
+class Part(NamedTuple):
+    """What one level owns of a slot: all of it, or `start:stop` along one axis.
+
+    `axis` 0 are the layer's outputs (rows of W), 1 its inputs (columns); None is the whole matrix.
+    """
+
+    level: int  # index into the continuum's levels
+    axis: int | None = None
+    start: int = 0
+    stop: int = 0
+
+
+class Slot(NamedTuple):
+    """One weight matrix that holds memory, by its parameter's name, and the levels that own it.
+
+    A matrix of `nn.Linear`, or of a GPT-2 `Conv1D` (recognised; parts are always meant in the
+    orientation outputs x inputs). Parts of one level must not overlap.
+    """
+
+    name: str  # "model.layers.0.mlp.up_proj.weight"
+    parts: tuple[Part, ...]
 
 
 class Owned(NamedTuple):
@@ -21,7 +66,7 @@ class Owned(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int | None, int, int]:
-        """What of the model it is, whosever."""
+        """The piece of the model this is, whichever level owns it."""
         return self.slot, self.part.axis, self.part.start, self.part.stop
 
 
@@ -66,7 +111,7 @@ def weight_of(model: nn.Module, name: str) -> tuple[Tensor, bool]:
     return weight, transposed
 
 
-def owned(slots: Sequence[Slot], levels: Sequence[MemoryLevel]) -> tuple[tuple[Owned, ...], ...]:
+def owned(slots: Sequence[Slot], levels: Sequence[Level]) -> tuple[tuple[Owned, ...], ...]:
     """For every level the parts it owns, in the order of the slots."""
     names = [slot.name for slot in slots]
     if len(set(names)) < len(names):
@@ -106,6 +151,52 @@ def cut(weight: Tensor, part: Part) -> Tensor:
     if part.axis is None:
         return weight
     return weight.narrow(-2 + part.axis, part.start, part.stop - part.start)
+
+
+def level_parts(
+    model: nn.Module, levels: Sequence[Level], slots: Sequence[Slot], factory: Factory
+) -> list[tuple[Level, list[Any], Factory]]:
+    """The parts of a `NestedOptimizer`: every level with the parameters of its slots (Eq. 71).
+
+        NestedOptimizer(level_parts(model, levels, own_slots(model), lambda p: M3(p, lr=1e-3)))
+
+    What is no slot steps every step, under `REST`. Across steps a parameter belongs to one level:
+    slots shared by several levels are refused.
+    """
+    named = dict(model.named_parameters())
+    mine: list[list[Any]] = [[] for _ in levels]
+    owners = _whole_owners(slots)
+    for name, level in owners.items():
+        if name not in named or level >= len(levels):
+            raise ValueError(
+                f"slots: {name!r} of level {level} does not fit this model and {len(levels)} levels"
+            )
+        mine[level].append(named[name])
+    rest = [p for name, p in named.items() if name not in owners and p.requires_grad]
+    parts = [(level, own, factory) for level, own in zip(levels, mine, strict=True) if own]
+    return [*parts, (REST, rest, factory)] if rest else parts
+
+
+def level_names(
+    model: nn.Module, levels: Sequence[Level], slots: Sequence[Slot] | None = None
+) -> dict[str, str]:
+    """The level's name for every parameter that is a slot (of the model's own, by default)."""
+    owners = _whole_owners(own_slots(model) if slots is None else slots)
+    return {name: levels[level].name for name, level in owners.items()}
+
+
+def _whole_owners(slots: Sequence[Slot]) -> dict[str, int]:
+    """The one level of every slot; slots that several levels share are refused."""
+    found = {}
+    for slot in slots:
+        owners = sorted({part.level for part in slot.parts})
+        if len(owners) != 1 or any(part.axis is not None for part in slot.parts):
+            raise ValueError(
+                f"slots: across steps a parameter belongs to one level, as a whole; {slot.name!r}"
+                f" belongs to levels {owners}"
+            )
+        found[slot.name] = owners[0]
+    return found
 
 
 def _refuse_overlap(slot: Slot) -> None:

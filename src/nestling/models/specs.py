@@ -9,10 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from nestling.blocks.adaptive import AdaptiveMLP
-from nestling.blocks.channel import Chain, Channel, FeedForward, InContext, Parallel
-from nestling.blocks.mlp import ACTIVATIONS, GATED
+from nestling.continuum.layers import (
+    ACTIVATIONS,
+    GATED,
+    Chain,
+    Channel,
+    FeedForward,
+    InContext,
+    Parallel,
+)
 from nestling.levels import Level
+from nestling.memories.adaptive import AdaptiveMLP
 from nestling.memories.attention import Attention, AttentionConfig
 from nestling.memories.core import Memory
 from nestling.memories.linear import (
