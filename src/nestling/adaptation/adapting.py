@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from nestling import rules
+from nestling.adaptation.drift import Alarm, Limits
 from nestling.adaptation.learner import Learner
 from nestling.adaptation.memory_files import read_meta
 from nestling.adaptation.slots import assign_levels
-from nestling.adaptation.drift import Alarm, Limits
 from nestling.continuum import Continuum, MemoryLevel
 from nestling.continuum.engine import TRANSFERS
 from nestling.rules import Rule

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nestling.adaptation import memory_files
 from nestling.adaptation.consolidate import check_move, move, moving
-from nestling.adaptation.texts import as_ids, check_range, encode, pieces
 from nestling.adaptation.drift import (
     Alarm,
     Change,
@@ -29,6 +28,7 @@ from nestling.adaptation.drift import (
     tree_bytes,
     warn_rollback,
 )
+from nestling.adaptation.texts import as_ids, check_range, encode, pieces
 from nestling.continuum import Continuum, ContinuumState, MemoryLevel
 from nestling.continuum import fast as differences
 from nestling.continuum.assignment import cut, weight_of

@@ -76,9 +76,10 @@ def mlp_matrices(model: nn.Module, layers: Any = None) -> list[Matrix]:
     for number in chosen:
         found = _matrices_of(blocks[number], f"{prefix}.{number}", number)
         if not found:
+            some = [n for n, block in enumerate(blocks) if _matrices_of(block, "", n)]
             raise ValueError(
                 f"layers: layer {number} of {type(model).__name__} has no MLP whose matrices can"
-                f" learn; choose among {[n for n, b in enumerate(blocks) if _matrices_of(b, '', n)]}"
+                f" learn; choose among {some}"
             )
         matrices += found
     return matrices

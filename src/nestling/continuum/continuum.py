@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nestling.continuum.assignment import Owned, Slot, weight_of
 from nestling.continuum.engine import TRANSFERS, Engine, Rate
 from nestling.continuum.state import ContinuumState, MemoryLevel, Output
-from nestling.continuum.stream import TokenStream, begin, context_limit
+from nestling.continuum.stream import Confine, TokenStream, begin, context_limit
 
 __all__ = ["METAS", "Continuum", "meta_loss"]
 
@@ -41,6 +41,9 @@ class Continuum(nn.Module):
         `max_position_embeddings` (a memory model has no limit).
     segment: at most so many pairs in one backward pass; None: as many as the schedule allows.
     learn_rates: the levels' rates become a parameter, `log_rate`.
+    bases: for some slots, by name, a matrix [Di, R] in whose directions alone their levels learn.
+    confine: called after every segment with the levels before and after it and their updates, it
+        returns levels and updates to go on with: a trust region.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Continuum(nn.Module):
         context: int | None = None,
         segment: int | None = None,
         learn_rates: bool = False,
+        bases: Mapping[str, Tensor] | None = None,
+        confine: Confine | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("context", context), ("segment", segment)):
@@ -62,8 +67,15 @@ class Continuum(nn.Module):
                 raise ValueError(f"{name} must be at least 1 position; got {value}")
         self.model = model
         self.engine = Engine(
-            model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
+            model,
+            levels,
+            slots,
+            reduce=reduce,
+            transfer=transfer,
+            transfer_rate=transfer_rate,
+            bases=bases,
         )
+        self.confine = confine
         limit = context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)
         self.segment = segment
@@ -129,6 +141,7 @@ class Continuum(nn.Module):
                 meta=meta,
                 keep_logits=keep_logits,
                 measure=measure,
+                confine=self.confine,
             )
             if learn is False or not self.engine.wiring.order:
                 return stream.read(ids.clone(), state)

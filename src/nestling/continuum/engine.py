@@ -555,6 +555,9 @@ class Engine:
 
     Pure: level states go in and come out, the model is not changed. The model may be any module
     whose slots are weights of linear layers.
+
+    bases: for some slots a matrix [Di, R]: their levels learn within its R directions, as
+    `Delta basis^T` with Delta [Do, R]; whatever the rule, the difference has rank R at most.
     """
 
     def __init__(
@@ -566,9 +569,14 @@ class Engine:
         reduce: str = "mean",
         transfer: str | None = None,
         transfer_rate: float | None = None,
+        bases: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.slots = model, tuple(slots)
         self.sizes = shapes(model, self.slots)
+        self.bases = [None if bases is None else bases.get(slot.name) for slot in self.slots]
+        for number, basis in enumerate(self.bases):
+            if basis is not None:
+                self.sizes[number] = self.sizes[number][0], basis.shape[1]
         self.wiring = wire(
             levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
@@ -590,7 +598,10 @@ class Engine:
 
     def live(self, levels: tuple[LevelState, ...]) -> list[LiveSlot]:
         """Every slot with the differences its levels have now."""
-        found = [LiveSlot(*weight_of(self.model, slot.name), []) for slot in self.slots]
+        found = [
+            LiveSlot(*weight_of(self.model, slot.name), [], basis)
+            for slot, basis in zip(self.slots, self.bases, strict=True)
+        ]
         for parts, level in zip(self.wiring.parts, levels, strict=True):
             for own, fast in zip(parts, level.fast, strict=True):
                 if fast is not None:
@@ -607,8 +618,10 @@ class Engine:
         if not parts:
             return None
         full = [(part, differences.dense(fast)) for part, fast in parts]
-        zero = full[0][1].new_zeros(self.sizes[number])
-        return differences.merge(zero, full).expand(levels[0].seen.shape[0], -1, -1)
+        zero, basis = full[0][1].new_zeros(self.sizes[number]), self.bases[number]
+        total = differences.merge(zero, full)
+        total = total if basis is None else total @ basis.mT
+        return total.expand(levels[0].seen.shape[0], -1, -1)
 
     def surprises(
         self, reading: Reading, loss: Tensor, *, graph: bool, keep: bool

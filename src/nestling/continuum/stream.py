@@ -13,7 +13,7 @@ Hugging Face decoders, whose cache grows by making new tensors: holding the old 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +28,12 @@ from nestling.losses import first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
-__all__ = ["TokenStream", "align", "begin", "cache_from", "cache_tree", "context_limit"]
+__all__ = ["Confine", "TokenStream", "align", "begin", "cache_from", "cache_tree", "context_limit"]
+
+
+Levels = tuple[LevelState, ...]
+Confine = Callable[[Levels, Levels, list[LevelUpdate]], tuple[Levels, list[LevelUpdate]]]
+"""`confine(before, after, updates)`: the levels and updates to go on with."""
 
 
 def begin(engine: Engine, batch: int) -> ContinuumState:
@@ -74,6 +79,7 @@ class TokenStream:
         meta: str | None = None,
         keep_logits: bool = True,
         measure: bool = True,
+        confine: Confine | None = None,
     ) -> None:
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
@@ -82,6 +88,8 @@ class TokenStream:
         self.constant = meta in (None, "frozen")
         plain = self.wiring.transfer is None and all(self.wiring.plain)
         # No graph, initial state or rule holds differences made here: they may be overwritten.
+        self.confine = confine
+        plain = plain and confine is None  # a trust region compares with what was
         self.made: set[int] | None = set() if meta is None and plain else None
         self.logits: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -202,6 +210,7 @@ class TokenStream:
                 kept = learned if self.graph else learned.detach()
                 count = wanted.sum(1).to(levels[0].seen.dtype)
                 segment = Segment(found, count, kept.sum(1).to(count.dtype))
+        before = levels
         levels, updates = self.engine.learn(
             levels,
             segment,
@@ -213,6 +222,8 @@ class TokenStream:
             measure=self.measure,
             owned=self.made,
         )
+        if self.confine is not None and updates:
+            levels, updates = self.confine(before, levels, updates)
         self.updates += updates
         if self.meta is None:
             logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
