@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.paper.toys import SURFACE_START, OrthogonalTasks, surface
+from nestling.paper.exhibits.tasks import SURFACE_START, OrthogonalTasks, surface
 from nestling.rules import Gates, Rule, Write, apply, delta_momentum, dgd, identity, momentum
 
 GOAL = 1e-3  # the valley is done when the loss stays below this

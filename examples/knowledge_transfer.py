@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from nestling.paper import (
+from nestling.paper.nested import (
     NestedSystem,
     Parameters,
     Problem,
@@ -25,8 +25,16 @@ from nestling.paper import (
     proximal_step,
     reset,
 )
-from nestling.paper.meta import FIRST_ORDER, FULL, REPTILE, MetaRule, Task, adapt, meta_learning
-from nestling.paper.training import inner
+from nestling.paper.nested.meta import (
+    FIRST_ORDER,
+    FULL,
+    REPTILE,
+    MetaRule,
+    Task,
+    meta_learning,
+    solve_task,
+)
+from nestling.paper.nested.training import inner
 from nestling.rules import Gates, adam
 
 # ------------------------------------------------------------------ initialisation
@@ -74,7 +82,7 @@ def few_shot(rule: MetaRule, *, tasks: int = 300) -> tuple[float, float]:
 
     def score(own: Parameters) -> float:
         losses = [
-            sine_loss(adapt(own, sine_loss, task.support, steps=5, rate=0.03), task.query)
+            sine_loss(solve_task(own, sine_loss, task.support, steps=5, rate=0.03), task.query)
             for task in held_out
         ]
         return float(torch.stack(losses).mean())
@@ -194,7 +202,7 @@ def learned_optimizer(*, problems: int = 60) -> dict[str, float]:
     state, _ = system.run(items)
     final, _ = system.run([slopes] * (STEPS - 1), state)
     best = min(
-        float(valley(adapt(plain, valley, slopes, steps=STEPS - 1, rate=rate), slopes))
+        float(valley(solve_task(plain, valley, slopes, steps=STEPS - 1, rate=rate), slopes))
         for rate in (0.005, 0.01, 0.02, 0.03, 0.035, 0.039)
     )
     return {"plain": best, "learned": valley(final.parameters["model"], slopes).item()}

@@ -134,7 +134,7 @@ def test_foreign_files_are_refused_and_named(tmp_path):
         load_tree(tmp_path, "memory")
     save_tree(tmp_path, "memory", OLD, None)
     manifest = json.loads((tmp_path / "memory.json").read_text())
-    manifest["file"] = "../elsewhere.safetensors"
+    manifest["files"][0]["file"] = "../elsewhere.safetensors"
     (tmp_path / "memory.json").write_text(json.dumps(manifest))
     with pytest.raises(BrokenFileError, match="checksum does not match"):
         load_tree(tmp_path, "memory")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestling import activations
-from nestling.objectives import MLP, Matrix, Signal, dot, l2, lp, oja
+from nestling.objectives import Matrix, Signal, TwoLayer, dot, l2, lp, oja
 
 OBJECTIVES = {"dot": dot, "l2": l2, "l1.5": lp(1.5), "l3": lp(3.0), "oja": oja}
 ACTIVATIONS = ["gelu", "silu", "tanh", "relu", "linear"]
@@ -21,8 +21,10 @@ def double(*shape):
 def memories(batch=()):
     return {
         "matrix": Matrix(double(*batch, 4, 3)),
-        "residual": MLP(double(*batch, 3, 5), double(*batch, 5, 3)),
-        "plain": MLP(double(*batch, 4, 5), double(*batch, 5, 3), activations.silu, residual=False),
+        "residual": TwoLayer(double(*batch, 3, 5), double(*batch, 5, 3)),
+        "plain": TwoLayer(
+            double(*batch, 4, 5), double(*batch, 5, 3), activations.silu, residual=False
+        ),
     }
 
 

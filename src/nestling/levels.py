@@ -1,12 +1,15 @@
-"""The only clock: a level changes when the position is a multiple of its chunk (Def. 2, Eq. 71)."""
+"""Levels: when one changes (the only clock, Eq. 71), which is faster (Def. 2), what it did."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Level", "LevelUpdate", "boundaries", "due", "multiple"]
+__all__ = ["Level", "LevelUpdate", "boundaries", "due", "multiple", "rank"]
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def due(position: int, chunk: int | float) -> bool:
@@ -25,6 +28,31 @@ def boundaries(start: int, stop: int, chunk: int | float) -> range:
 def multiple(chunk: int | float, of: int | float) -> bool:
     """True when a level with this chunk is due only when one with chunk `of` is."""
     return math.inf not in (chunk, of) and int(chunk) % int(of) == 0
+
+
+def rank(needs: Mapping[Name, Iterable[Name]]) -> dict[Name, int]:
+    """How many components must be computed one after another before each: 0 needs no other.
+
+    This orders components that change equally often (Definition 2). A component that needs itself
+    through others has no place in any order: ValueError.
+    """
+    ranks: dict[Name, int] = {}
+
+    def visit(name: Name, path: tuple[Name, ...]) -> int:
+        if name in path:
+            loop = " -> ".join(str(n) for n in (*path[path.index(name) :], name))
+            raise ValueError(
+                f"problems of equal frequency need each other's state at the same item ({loop});"
+                " Definition 2 gives them no order: read one of them with previous=True"
+            )
+        if name not in ranks:
+            below = [visit(need, (*path, name)) for need in needs[name]]
+            ranks[name] = 1 + max(below, default=-1)
+        return ranks[name]
+
+    for name in needs:
+        visit(name, ())
+    return ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +84,7 @@ class Level:
 
 
 class LevelUpdate(NamedTuple):
-    """What one level did at one position: the one record for training, learning and pictures.
+    """One change of one level: the record that training, learning and pictures share.
 
     The four measures are numbers, or tensors [B] with one entry per sequence; nan where nobody
     measured.

@@ -21,7 +21,17 @@ from torch import Tensor
 
 from nestling.activations import Activation, gelu
 
-__all__ = ["MLP", "Matrix", "Memory", "Objective", "Signal", "dot", "l2", "lp", "oja"]
+__all__ = [
+    "Architecture",
+    "Matrix",
+    "Objective",
+    "Signal",
+    "TwoLayer",
+    "dot",
+    "l2",
+    "lp",
+    "oja",
+]
 
 
 class Signal(NamedTuple):
@@ -59,7 +69,7 @@ class Matrix(NamedTuple):
         return Matrix(*weights)
 
 
-class MLP(NamedTuple):
+class TwoLayer(NamedTuple):
     """A two-layer memory, `M(x) = x + W1 sigma(W2 x)`; without the `x +` if not residual."""
 
     w1: Tensor  # [..., Do, H]
@@ -83,12 +93,13 @@ class MLP(NamedTuple):
         """The linear layers, in the order of `backward`."""
         return (self.w1, self.w2)
 
-    def replace(self, weights: tuple[Tensor, ...]) -> MLP:
+    def replace(self, weights: tuple[Tensor, ...]) -> TwoLayer:
         """The same memory with other weights."""
         return self._replace(w1=weights[0], w2=weights[1])
 
 
-Memory = Matrix | MLP
+Architecture = Matrix | TwoLayer
+"""What a memory is made of: one linear layer, or two."""
 
 
 class Objective(NamedTuple):
@@ -103,7 +114,7 @@ class Objective(NamedTuple):
     error: Callable[[Tensor, Tensor], Tensor]  # its derivative by the prediction, [..., Do]
     forget: float = 0.0
 
-    def loss(self, memory: Memory, key: Tensor, value: Tensor) -> Tensor:
+    def loss(self, memory: Architecture, key: Tensor, value: Tensor) -> Tensor:
         """`L~(M(k); v)` of an associative memory (Eq. 6, 66), one number per pair: [..., N]."""
         prediction = memory.read(key)
         loss = self.measure(prediction, value)
@@ -113,7 +124,7 @@ class Objective(NamedTuple):
                 loss = loss + 0.5 * self.forget * (signal.error.detach() @ weight).square().sum(-1)
         return loss
 
-    def surprise(self, memory: Memory, key: Tensor, value: Tensor) -> tuple[Signal, ...]:
+    def surprise(self, memory: Architecture, key: Tensor, value: Tensor) -> tuple[Signal, ...]:
         """Every layer's error signal and the input it is written along: their product is its slope.
 
         Oja's term (Eq. 66) has the gradient `u (W^T u)^T`: the input becomes `x - W^T u`.
@@ -126,7 +137,7 @@ class Objective(NamedTuple):
             for weight, signal in zip(memory.weights, signals, strict=True)
         )
 
-    def gradient(self, memory: Memory, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def gradient(self, memory: Architecture, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The gradient of the summed loss, one tensor per layer."""
         return tuple(signal.gradient for signal in self.surprise(memory, key, value))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.paper.toys import OrthogonalTasks
+from nestling.paper.exhibits.tasks import OrthogonalTasks
 from nestling.rules import Gates, Rule, Write, apply, dgd, identity
 
 INPUTS, OUTPUTS, STEPS, NOISE, SEEDS, KEEP = 16, 4, 400, 0.3, 30, 0.95

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.paper.toys import SURFACE_START, surface
+from nestling.paper.exhibits.tasks import SURFACE_START, surface
 from nestling.rules import Gates, Rule, Write, apply, delta_momentum, momentum
 
 DECAYS, STEPS, GOAL = (0.8, 0.9, 0.95), 300, 1e-3

@@ -157,7 +157,7 @@ def test_what_is_no_memory_is_named(tmp_path, learner):
     from nestling.files import save_tree
 
     save_tree(tmp_path, "memory", {"x": torch.zeros(1)}, {"kind": "something"})
-    refused(learner, tmp_path, BrokenFileError, "but not a memory")
+    refused(learner, tmp_path, BrokenFileError, "but not a nestling memory")
 
 
 def test_a_form_that_names_other_types_is_refused(tmp_path, learner):
@@ -166,8 +166,10 @@ def test_a_form_that_names_other_types_is_refused(tmp_path, learner):
 
     learner.save(tmp_path)
     tensors, meta = load_tree(tmp_path, "memory")
-    for form in (["Popen", "tensor"], ["Factors", "tensor"], "tensor", ["tuple"], 7):
-        save_tree(tmp_path, "memory", tensors, {**meta, "form": form})
+    one = {"tensor": next(iter(tensors))}
+    forms = ({"named": ["Popen", one]}, {"named": ["Factors", one]}, one, {"tuple": []}, 7)
+    for form in forms:
+        save_tree(tmp_path, "memory", tensors, {**meta, "is": form})
         refused(learner, tmp_path, BrokenFileError, "memory|do not agree")
 
 

@@ -171,7 +171,7 @@ def test_order_of_definition_2_is_checked():
 
 
 def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module or a NestedSystem, got int"):
+    with pytest.raises(TypeError, match=r"or an object with a method describe_levels.*got int"):
         describe(3)
     with pytest.raises(TypeError, match="optimizer must be"):
         describe(nn.Linear(1, 1), "adam")

@@ -1,6 +1,6 @@
 """The guide docs/nested.md: its code runs, prints what it says, and draws its pictures.
 
-`python tests/paper/test_guide.py` writes the printed text and the pictures anew.
+`python tests/description/test_guide.py` writes the printed text and the pictures anew.
 """
 
 from __future__ import annotations

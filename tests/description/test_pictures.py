@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -14,10 +16,10 @@ from torch import nn
 from nestling.description import Component, Description, describe
 from nestling.description.svg import CHAR, fit
 from nestling.description.timeline import Timeline
-from nestling.levels import Level
+from nestling.levels import Level, LevelUpdate
 from nestling.optim import NestedOptimizer
-from nestling.paper import NestedSystem
-from nestling.paper.training import momentum, sgd
+from nestling.paper.nested import NestedSystem
+from nestling.paper.nested.training import momentum_problems, sgd_problem
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -123,14 +125,14 @@ def test_a_timeline_of_a_nested_system_counts_what_describe_says(tmp_path):
     def loss(own, item):
         return (own["w"] - item).square().sum()
 
-    fast = sgd("fast", {"w": torch.zeros(2)}, loss, rate=0.1)
-    slow = momentum(
-        sgd("slow", {"w": torch.zeros(2)}, loss, rate=0.1, chunk=8), decay=0.5, rate=0.1
+    fast = sgd_problem("fast", {"w": torch.zeros(2)}, loss, rate=0.1)
+    slow = momentum_problems(
+        sgd_problem("slow", {"w": torch.zeros(2)}, loss, rate=0.1, chunk=8), decay=0.5, rate=0.1
     )
     system = NestedSystem([fast, *slow])
     _, ticks = system.run(torch.randn(64, 2))
     timeline = Timeline()
-    timeline.extend(ticks)
+    timeline.extend(update for tick in ticks for update in tick.updates)
     for part in describe(system).components:
         assert timeline.frequency(part.name) == part.frequency
     assert timeline.levels[0] == "fast"
@@ -148,6 +150,7 @@ def test_a_timeline_notices_by_itself_who_changed(tmp_path):
         ]
     )
     timeline = Timeline()
+    first = [p.detach().clone() for p in model[1].parameters()]
     watch = timeline.watch({"fast": model[0].parameters(), "slow": model[1].parameters()})
     for step in range(1, 13):
         optimizer.zero_grad()
@@ -158,11 +161,13 @@ def test_a_timeline_notices_by_itself_who_changed(tmp_path):
         assert changed == (["fast", "slow"] if step % 4 == 0 else ["fast"])
         if step % 4 == 0:
             way = [(p - b).square().sum() for p, b in zip(model[1].parameters(), before)]
-            moment = timeline.of("slow")[-1]
-            assert moment.drift == pytest.approx(float(sum(way).sqrt().detach()), rel=1e-5)
-            assert moment.surprise > 0
+            update = timeline.of("slow")[-1]
+            assert update.step == pytest.approx(float(sum(way).sqrt().detach()), rel=1e-5)
+            assert update.grad_norm > 0
     assert [m.position for m in timeline.of("slow")] == [4, 8, 12]
     assert timeline.frequency("slow") == 0.25
+    far = [(p - b).square().sum() for p, b in zip(model[1].parameters(), first)]
+    assert timeline.of("slow")[-1].distance == pytest.approx(sum(far).sqrt().item(), rel=1e-5)
     check(timeline.draw(tmp_path / "x.svg"))
     assert timeline.to_json().count('"level": "slow"') == 3
 
@@ -171,9 +176,13 @@ def test_a_timeline_survives_divergence_and_emptiness(tmp_path):
     timeline = Timeline()
     check(timeline.draw(tmp_path / "empty.svg"))
     for position in range(1, 6000):
-        timeline.record(position, "a level with a long name.momentum", surprise=1.0, drift=0.1)
-    timeline.record(6000, "b", surprise=float("inf"), drift=float("nan"))
+        timeline.record(
+            LevelUpdate(position, "a level with a long name.momentum", 1.0, 2.0, 0.1, math.nan)
+        )
+    timeline.record(LevelUpdate(6000, "b", math.inf, 1.0, math.nan, math.nan))
     path = timeline.draw(tmp_path / "x.svg")
     check(path)
     assert "nan" not in path.read_text()
+    assert "1 not finite" in path.read_text()
+    assert json.loads(timeline.to_json())[-1]["loss"] is None
     assert path.stat().st_size < 300_000

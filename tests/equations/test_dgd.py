@@ -6,16 +6,10 @@ import pytest
 import torch
 
 from nestling.objectives import Matrix, dot, l2, lp
+from nestling.paper.exhibits.dgd import delta_rate, delta_step, dgd_step, generalised_descent
+from nestling.paper.exhibits.gd import layer_gd, proximity
 from nestling.rules import Gates, Write, apply
-from nestling.rules.dgd import (
-    delta_rate,
-    delta_step,
-    dgd,
-    dgd_direction,
-    dgd_step,
-    generalised_descent,
-)
-from nestling.rules.gd import layer_gd, proximity
+from nestling.rules.dgd import dgd, dgd_direction
 
 ETA = 0.7
 EYE = torch.eye(4, dtype=torch.float64)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.paper.toys import SURFACE_START, OrthogonalTasks, surface
+from nestling.paper.exhibits.gd import argmin, proximity
+from nestling.paper.exhibits.tasks import SURFACE_START, OrthogonalTasks, surface
 from nestling.rules import Gates, Write, apply, newton_schulz
 from nestling.rules.deep_momentum import DeepMomentumState, deep_momentum, deep_momentum_loss
-from nestling.rules.delta_momentum import (
-    DeltaMomentumState,
-    delta_momentum,
-    delta_momentum_literal,
-)
+from nestling.rules.delta_momentum import DeltaMomentumState, delta_momentum, delta_momentum_literal
 from nestling.rules.feature_momentum import feature_momentum, polynomial, power
-from nestling.rules.gd import argmin, proximity
 from nestling.rules.momentum import momentum
 from nestling.rules.muon import muon
 from nestling.rules.nonlinear import nonlinear

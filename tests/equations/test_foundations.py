@@ -7,10 +7,9 @@ import torch
 from torch.nn import functional
 
 from nestling.activations import gelu
-from nestling.objectives import MLP, Matrix, l2
-from nestling.rules import backprop, identity, momentum
-from nestling.rules.core import Gates, Write, apply
-from nestling.rules.gd import (
+from nestling.objectives import Matrix, TwoLayer, l2
+from nestling.paper.exhibits import backprop
+from nestling.paper.exhibits.gd import (
     argmin,
     associate,
     gd,
@@ -20,8 +19,14 @@ from nestling.rules.gd import (
     layer_proximal,
     train_layer,
 )
-from nestling.rules.momentum import momentum_layer_proximal, momentum_proximal, momentum_step
-from nestling.rules.sequence import Context, fast_weights
+from nestling.paper.exhibits.momentum import (
+    momentum_layer_proximal,
+    momentum_proximal,
+    momentum_step,
+)
+from nestling.paper.exhibits.sequence import Context, fast_weights
+from nestling.rules import identity, momentum
+from nestling.rules.core import Gates, Write, apply
 
 RATE = 0.07
 
@@ -86,7 +91,7 @@ def test_an_associative_memory_minimises_its_objective_over_the_pairs():
         l2, Matrix(torch.zeros(4, 3, dtype=torch.float64)), keys, values, rate=0.03, steps=3000
     )
     close(best.weight, torch.linalg.lstsq(keys, values).solution.mT)
-    deep = MLP(0.5 * double(3, 16), 0.5 * double(16, 3))
+    deep = TwoLayer(0.5 * double(3, 16), 0.5 * double(16, 3))
     values = double(4, 3)
     learned = associate(l2, deep, keys[:4], values, rate=0.05, steps=1500)
     assert l2.loss(learned, keys[:4], values).max() < 1e-3 * l2.loss(deep, keys[:4], values).min()
@@ -139,7 +144,7 @@ def test_backpropagation_gives_every_layer_a_memory_of_its_surprise():
     weights = [double(6, 3), double(5, 6), double(4, 5)]
     x, target = double(7, 3), torch.randint(4, (7,))
     leaves = [w.clone().requires_grad_() for w in weights]
-    y = backprop.forward(leaves, gelu, x)[0]
+    y = backprop.forward_layers(leaves, gelu, x)[0]
     loss = functional.cross_entropy(y, target)
     grads = torch.autograd.grad(loss, [y, *leaves])
     signals = backprop.surprises(weights, gelu, x, grads[0])

@@ -14,22 +14,22 @@ from nestling.continuum.layers import Block, Chain
 from nestling.levels import Level
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.objectives import Matrix, dot, l2
-from nestling.paper import (
+from nestling.paper.exhibits.gd import argmin, gd_proximal, layer_proximal, proximity
+from nestling.paper.nested import (
     NestedSystem,
     Problem,
     direct,
+    keep_context,
     minimise,
     proximal_step,
-    remember,
     solution,
 )
-from nestling.paper.blocks import ada_transformer_block, transformer_block
-from nestling.paper.hope import hope_block
-from nestling.paper.meta import FIRST_ORDER, FULL, REPTILE
-from nestling.paper.sequences import Token, attend
-from nestling.paper.training import Pairs, sgd
+from nestling.paper.nested.blocks import ada_transformer_block, transformer_block
+from nestling.paper.nested.hope import hope_block
+from nestling.paper.nested.meta import FIRST_ORDER, FULL, REPTILE
+from nestling.paper.nested.sequences import Token, attend
+from nestling.paper.nested.training import KeyValue, sgd_problem
 from nestling.rules import Gates
-from nestling.rules.gd import argmin, gd_proximal, layer_proximal, proximity
 
 EXAMPLE = runpy.run_path(
     str(Path(__file__).resolve().parents[2] / "examples" / "knowledge_transfer.py")
@@ -56,8 +56,8 @@ def test_every_level_takes_the_proximal_step_on_its_own_context():
     def slow_loss(own, x):
         return (own["w"] @ x).square().sum()
 
-    fast = sgd("fast", {"w": start["fast"]}, fast_loss, rate=0.3)
-    slow = sgd(
+    fast = sgd_problem("fast", {"w": start["fast"]}, fast_loss, rate=0.3)
+    slow = sgd_problem(
         "slow",
         {"w": start["slow"]},
         slow_loss,
@@ -82,7 +82,7 @@ def test_every_problem_maps_its_keys_to_its_values(objective):
     problem = Problem(
         name="memory",
         parameters={"M": weight},
-        context=lambda view: Pairs(*view.item),
+        context=lambda view: KeyValue(*view.item),
         objective=lambda own, pair: objective.loss(Matrix(own["M"]), *pair).sum(),
         solver=proximal_step(),
         gates=Gates(rate=0.05),
@@ -182,7 +182,7 @@ def test_a_memory_conditions_on_the_context_itself(window):
         name="box",
         parameters={"keys": keys[:, :0], "values": values[:, :0]},
         context=lambda view: dict(zip(("keys", "values"), view.item)),
-        solver=remember(window=window),
+        solver=keep_context(window=window),
     )
     reader = Problem(
         name="reader",
@@ -208,7 +208,7 @@ def test_a_learned_start_improves_tasks_it_never_saw(rule):
 @pytest.mark.equation(6)
 def test_an_associative_memory_is_the_best_map_from_keys_to_values():
     weight, keys, values = rand(4, 3), rand(9, 3), rand(9, 4)
-    problem = sgd(
+    problem = sgd_problem(
         "memory",
         {"M": weight},
         lambda own, pair: l2.loss(Matrix(own["M"]), *pair).sum(),
@@ -236,7 +236,7 @@ def test_a_level_may_solve_its_problem_instead_of_stepping(solver):
     def loss(own, pair):
         return l2.loss(Matrix(own["M"]), *pair).sum()
 
-    problem = sgd("memory", {"M": weight}, loss, rate=0.7, solver=solver)
+    problem = sgd_problem("memory", {"M": weight}, loss, rate=0.7, solver=solver)
     state, _ = NestedSystem([problem]).run([item])
     expected = argmin(lambda m: loss({"M": m}, item) + proximity(m, weight, 0.7), weight)
     torch.testing.assert_close(

@@ -8,24 +8,17 @@ import pytest
 import torch
 
 from nestling.objectives import Matrix, dot, l2, lp
-from nestling.rules import (
+from nestling.paper.exhibits.adagrad import (
     adagrad_memory,
-    adam,
-    generalised_momentum,
-    precondition,
-    preconditioned_momentum,
-    stateless,
-)
-from nestling.rules.adagrad import (
     adagrad_memory_step,
     adagrad_value,
+    matrix_power,
     outer_loss,
     outer_moments,
     outer_optimum,
-    power,
 )
-from nestling.rules.adam import (
-    Moments,
+from nestling.paper.exhibits.adam import (
+    adam_literal,
     adam_value,
     elementwise_loss,
     elementwise_optimum,
@@ -33,19 +26,24 @@ from nestling.rules.adam import (
     moments,
     momentum_value,
 )
-from nestling.rules.core import Gates, Write, apply
-from nestling.rules.gd import argmin
-from nestling.rules.momentum import (
+from nestling.paper.exhibits.gd import argmin
+from nestling.paper.exhibits.momentum import (
+    generalised_momentum,
     generalised_momentum_proximal,
     generalised_momentum_step,
     momentum_step,
 )
-from nestling.rules.precondition import (
+from nestling.paper.exhibits.precondition import (
     learn_preconditioner,
+    precondition,
     precondition_loss,
     preconditioned_gd,
+    preconditioned_momentum,
     preconditioned_momentum_step,
 )
+from nestling.rules import adam, stateless
+from nestling.rules.adam import Moments
+from nestling.rules.core import Gates, Write, apply
 
 RATE, DECAY = 0.05, 0.9
 
@@ -213,7 +211,7 @@ def test_a_memory_of_the_root_of_the_sum_of_squares_is_adam():
     weight = double(3, 2)
     stepped = memory_step(weight, past, adam_value(past, beta2), rate=RATE)
     close(stepped, weight - RATE / math.sqrt(beta2) * past.first / past.second.sqrt())
-    rule = adam(beta1, beta2, eps=0.0, literal=True)
+    rule = adam_literal(beta1, beta2, eps=0.0)
     ruled, state = weight, rule.init(weight)
     for step, grad in enumerate(grads, start=1):
         write, state = rule.step(Write(grad), state, ruled, Gates(RATE, 1.0, step))
@@ -263,7 +261,7 @@ def test_with_one_number_to_recall_the_loss_is_a_regression():
 def test_in_the_eigenbasis_of_h_it_is_the_element_wise_loss():
     grads, lam = double(9, 4), 0.2
     values, basis = torch.linalg.eigh(grads.mT @ grads)
-    root = power(grads.mT @ grads, 0.5)
+    root = matrix_power(grads.mT @ grads, 0.5)
     rotated = grads @ basis
     constant = 9 * values.sum()
     for memory in double(5, 4):
@@ -279,7 +277,7 @@ def test_a_memory_of_the_root_of_outer_products_is_full_matrix_adagrad(shape):
     columns = grads if len(shape) > 1 else grads[..., None]
     first = beta1 * columns.sum(0)
     second = beta2 * (columns @ columns.mT).sum(0)
-    inverse_root = torch.linalg.inv(power(second, 0.5))
+    inverse_root = torch.linalg.inv(matrix_power(second, 0.5))
     expected = weight - RATE / math.sqrt(beta2) * (inverse_root @ first).reshape(shape)
 
     past = Moments(torch.zeros_like(first), torch.zeros_like(second))

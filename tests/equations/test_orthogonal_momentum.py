@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nestling.paper.exhibits.momentum import momentum_step
 from nestling.rules import Gates, Write, apply
-from nestling.rules.momentum import momentum_step
 from nestling.rules.multiscale import multiscale_literal
 from nestling.rules.muon import muon
 from nestling.rules.newton_schulz import CUBIC, newton_schulz, newton_schulz_naive

@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nestling.paper.registry import (
-    EQUATIONS,
-    citations,
-    document,
-    executions,
-    find,
-    index,
-    symbols,
-)
+from nestling.paper.registry import EQUATIONS, citations, document, executions, find, index, symbols
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = {1, 3, 4, 5}  # sections whose equations must all be executed

@@ -9,19 +9,21 @@ import torch
 from torch.nn import functional
 
 from nestling.objectives import Matrix, dot, l2, lp, oja
-from nestling.rules import delta_net, hebbian, oja_net, omega
-from nestling.rules.core import Gates, Write, apply
-from nestling.rules.gd import argmin
-from nestling.rules.omega import WindowState, omega_step
-from nestling.rules.sequence import (
+from nestling.paper.exhibits.gd import argmin
+from nestling.paper.exhibits.omega import WindowState, omega, omega_step
+from nestling.paper.exhibits.sequence import (
     Context,
     adatransformer,
-    attention,
+    delta_net,
+    hebbian,
     kernel_loss,
     linear_attention_proximal,
-    project,
-    remember,
+    oja_net,
+    project_context,
+    softmax_attention,
+    write_and_read,
 )
+from nestling.rules.core import Gates, Write, apply
 from nestling.scan import scan_naive
 
 T, DI, DO = 7, 3, 4
@@ -48,13 +50,13 @@ def scanned(memory, flow, rate=1.0, retain=1.0, rule="gd"):
 @pytest.mark.equation(14, 15, 16, 17, 18, 61)
 def test_linear_attention_is_descent_on_a_dot_product_with_rate_one():
     x, w_k, w_v, w_q = double(T, 5), double(DI, 5), double(DO, 5), double(DI, 5)
-    flow = project(x, w_k, w_v, w_q)
+    flow = project_context(x, w_k, w_v, w_q)
     for t in range(T):
         close(flow.keys[t], w_k @ x[t])
         close(flow.values[t], w_v @ x[t])
         close(flow.queries[t], w_q @ x[t])
     start = torch.zeros(DO, DI, dtype=torch.float64)
-    reads, memory = remember(hebbian, start, flow)
+    reads, memory = write_and_read(hebbian, start, flow)
     scores = torch.tril(flow.queries @ flow.keys.mT)  # linear attention as everyone writes it
     close(reads, scores @ flow.values)
     solved = start
@@ -67,7 +69,7 @@ def test_linear_attention_is_descent_on_a_dot_product_with_rate_one():
 @pytest.mark.equation(62)
 def test_softmax_attention_is_the_nadaraya_watson_answer_of_a_memory_of_all_pairs():
     flow = Context(double(2, T, DI), double(2, T, DO), double(2, T, DI))
-    answers = attention(flow)
+    answers = softmax_attention(flow)
     keys, values, queries = flow
     close(answers, functional.scaled_dot_product_attention(queries, keys, values, is_causal=True))
     for t in range(T):
@@ -81,7 +83,7 @@ def test_softmax_attention_is_the_nadaraya_watson_answer_of_a_memory_of_all_pair
 @pytest.mark.parametrize("window", [1, 3, T, T + 2])
 def test_a_sliding_window_is_the_same_over_the_last_pairs(window):
     flow = context()
-    answers = attention(flow, window=window)
+    answers = softmax_attention(flow, window=window)
     for t in range(T):
         first = max(0, t + 1 - window)
         keys, values, query = flow.keys[first : t + 1], flow.values[first : t + 1], flow.queries[t]
@@ -93,9 +95,9 @@ def test_a_sliding_window_is_the_same_over_the_last_pairs(window):
 
 def test_a_window_that_sees_nothing_is_refused_and_an_empty_context_is_not():
     with pytest.raises(ValueError, match="window must be at least 1, or None for all; got 0"):
-        attention(context(), window=0)
+        softmax_attention(context(), window=0)
     start, empty = double(DO, DI), Context(double(0, DI), double(0, DO), double(0, DI))
-    reads, memory = remember(hebbian, start, empty)
+    reads, memory = write_and_read(hebbian, start, empty)
     assert reads.shape == (0, DO)
     assert memory is start
 
@@ -105,7 +107,7 @@ def test_a_window_that_sees_nothing_is_refused_and_an_empty_context_is_not():
 def test_a_hebbian_memory_with_decay_is_attention_that_fades(batch):
     flow, retain = context(*batch), 0.8
     start = torch.zeros(*batch, DO, DI, dtype=torch.float64)
-    reads, memory = remember(hebbian, start, flow, retain=retain)
+    reads, memory = write_and_read(hebbian, start, flow, retain=retain)
     age = torch.arange(T)[:, None] - torch.arange(T)
     fade = torch.where(age >= 0, retain ** age.clamp(min=0).double(), 0.0)
     close(reads, (flow.queries @ flow.keys.mT * fade) @ flow.values)  # RetNet's parallel form
@@ -118,7 +120,7 @@ def test_a_hebbian_memory_with_decay_is_attention_that_fades(batch):
 def test_delta_net_descends_the_l2_loss_and_takes_out_what_it_replaces(batch):
     flow, rate = context(*batch), 0.4
     start = double(*batch, DO, DI)
-    reads, memory = remember(delta_net, start, flow, rate=rate)
+    reads, memory = write_and_read(delta_net, start, flow, rate=rate)
     expected = start
     for t in range(T):
         k, v = flow.keys[..., t, :, None], flow.values[..., t, :, None]
@@ -132,13 +134,15 @@ def test_delta_net_descends_the_l2_loss_and_takes_out_what_it_replaces(batch):
         close(ours, kernel)
     unit = functional.normalize(flow.keys, dim=-1)
     last = Context(unit, flow.values, unit)
-    close(remember(delta_net, start, last)[0], flow.values)  # a unit key recalls its value exactly
+    close(
+        write_and_read(delta_net, start, last)[0], flow.values
+    )  # a unit key recalls its value exactly
 
 
 @pytest.mark.equation(66, 67)
 def test_oja_net_descends_oja_s_objective():
     flow, rate, retain = context(), 0.1, 0.95
-    reads, memory = remember(oja_net, double(DO, DI), flow, rate=rate, retain=retain)
+    reads, memory = write_and_read(oja_net, double(DO, DI), flow, rate=rate, retain=retain)
     assert reads.shape == (T, DO)
     memory = start = double(DO, DI)
     for k, v in zip(flow.keys, flow.values, strict=True):
@@ -148,7 +152,7 @@ def test_oja_net_descends_oja_s_objective():
         (grad,) = torch.autograd.grad(printed, leaf)
         memory = retain * memory + rate * torch.outer(v, k - memory.mT @ v)
         close(memory, retain * leaf.detach() - rate / 2 * grad)
-    close(remember(oja_net, start, flow, rate=rate, retain=retain)[1], memory)
+    close(write_and_read(oja_net, start, flow, rate=rate, retain=retain)[1], memory)
 
 
 @pytest.mark.equation(66, 67)
@@ -189,8 +193,8 @@ def test_the_omega_rule_descends_the_sum_over_a_window(window, objective):
 @pytest.mark.equation(65, 68)
 def test_a_window_of_one_is_the_rule_itself():
     flow, start = context(2), double(2, DO, DI)
-    windowed = remember(omega(l2, window=1), start, flow, rate=0.3)
-    for ours, plain in zip(windowed, remember(delta_net, start, flow, rate=0.3), strict=True):
+    windowed = write_and_read(omega(l2, window=1), start, flow, rate=0.3)
+    for ours, plain in zip(windowed, write_and_read(delta_net, start, flow, rate=0.3), strict=True):
         close(ours, plain)
 
 
@@ -198,7 +202,7 @@ def test_a_window_of_one_is_the_rule_itself():
 def test_an_adatransformer_block_writes_its_memory_in_context():
     flow, again = context(), [double(DI, DO), double(5, DO), double(DI, DO)]
     start = double(5, DI)
-    ours = adatransformer(flow, lambda y: project(y, *again), start)
+    ours = adatransformer(flow, lambda y: project_context(y, *again), start)
     attended = functional.scaled_dot_product_attention(
         flow.queries[None], flow.keys[None], flow.values[None], is_causal=True
     )[0]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nestling.optim import DGD, capture
-from nestling.rules import Gates, Write, apply, dgd, dgd_step
+from nestling.paper.exhibits.dgd import dgd_step
+from nestling.rules import Gates, Write, apply, dgd
 
 
 def model_of(*widths: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:

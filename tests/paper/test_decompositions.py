@@ -8,10 +8,15 @@ from torch import nn
 
 from nestling.activations import gelu
 from nestling.objectives import l2
-from nestling.paper import NestedSystem
-from nestling.paper.blocks import ada_transformer_block, transformer_block
-from nestling.paper.sequences import Token, linear_attention
-from nestling.paper.training import adam, layers, momentum, sgd
+from nestling.paper.nested import NestedSystem
+from nestling.paper.nested.blocks import ada_transformer_block, transformer_block
+from nestling.paper.nested.sequences import Token, linear_attention
+from nestling.paper.nested.training import (
+    adam_problems,
+    layer_problems,
+    momentum_problems,
+    sgd_problem,
+)
 from nestling.rules import Gates
 
 TIGHT = {"rtol": 0, "atol": 1e-10}
@@ -62,7 +67,7 @@ def test_an_mlp_trained_by_sgd_is_one_level_of_associative_memories():
     def error(y, target):
         return (y - target) / len(y)
 
-    system = NestedSystem(layers(weights, gelu, error, rate=0.3))
+    system = NestedSystem(layer_problems(weights, gelu, error, rate=0.3))
     assert [[p.name for p in level] for level in system.levels] == [["first", "second", "third"]]
     state, _ = system.run(data)
     found = {name: own["weight"] for name, own in state.parameters.items()}
@@ -76,12 +81,12 @@ OPTIMIZERS = {
         [["mlp"]],
     ),
     "momentum": (
-        lambda problem: momentum(problem, decay=0.9, rate=0.1),
+        lambda problem: momentum_problems(problem, decay=0.9, rate=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         [["mlp"], ["mlp.momentum"]],
     ),
     "adamw": (
-        lambda problem: adam(problem, rate=0.01, decay=0.1),
+        lambda problem: adam_problems(problem, rate=0.01, decay=0.1),
         lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
         [["mlp"], ["mlp.exp_avg", "mlp.exp_avg_sq"]],
     ),
@@ -92,7 +97,7 @@ OPTIMIZERS = {
 def test_an_mlp_with_a_torch_optimizer(name):
     decompose, optimizer, levels = OPTIMIZERS[name]
     weights, data = mlp(), batches()
-    system = NestedSystem(decompose(sgd("mlp", weights, mlp_loss, rate=0.1)))
+    system = NestedSystem(decompose(sgd_problem("mlp", weights, mlp_loss, rate=0.1)))
     assert [[p.name for p in level] for level in system.levels] == levels
     state, _ = system.run(data)
     close(state.parameters["mlp"], trained(weights, data, optimizer))
@@ -165,7 +170,7 @@ def test_delta_net_differs_in_objective_and_rate_only():
 def test_linear_attention_trained_with_momentum_has_three_levels():
     weights, (whole, tokens) = projections(), sequences(4)
     memory, outer = attention_system(weights)
-    system = NestedSystem((memory, *momentum(outer, decay=0.9, rate=0.02)))
+    system = NestedSystem((memory, *momentum_problems(outer, decay=0.9, rate=0.02)))
     names = [[p.name for p in level] for level in system.levels]
     assert names == [["projections"], ["projections.momentum"], ["memory"]]
     state, _ = system.run(tokens)

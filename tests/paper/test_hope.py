@@ -10,9 +10,9 @@ from nestling.description import describe
 from nestling.levels import Level
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.optim import NestedOptimizer
-from nestling.paper import NestedSystem
-from nestling.paper.hope import hope_block
-from nestling.paper.sequences import Token
+from nestling.paper.nested import NestedSystem
+from nestling.paper.nested.hope import hope_block
+from nestling.paper.nested.sequences import Token
 
 B, T, D = 2, 4, 6
 
@@ -67,7 +67,7 @@ def test_a_hope_block(options):
     counted = dict.fromkeys(system.problems, 0)
     for tick in ticks:
         for update in tick.updates:
-            counted[update.name] += 1
+            counted[update.level] += 1
     for component in describe(system).components:
         assert component.frequency * len(tokens) == counted[component.name]
 

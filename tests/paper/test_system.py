@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestling.paper import (
+from nestling.paper.nested import (
     NestedSystem,
     Problem,
     backpropagation,
@@ -63,7 +63,7 @@ def test_updates_are_counted_as_often_as_the_chunk_says(chunks, length):
     _, ticks = system.run(items(length))
     updates = [update for tick in ticks for update in tick.updates]
     for i, chunk in enumerate(chunks):
-        assert [u.position for u in updates if u.name == f"p{i}"] == [
+        assert [u.position for u in updates if u.level == f"p{i}"] == [
             p for p in range(1, length + 1) if p % chunk == 0
         ]
 
@@ -84,8 +84,11 @@ def test_a_chunk_is_one_step_on_the_sum_of_its_losses():
     state, ticks = NestedSystem([follower("w", chunk=4)]).run(data)
     torch.testing.assert_close(state.parameters["w"]["w"].detach(), 0.1 * torch.stack(data).sum(0))
     (update,) = [u for tick in ticks for u in tick.updates]
-    assert update.surprise == pytest.approx(float(torch.stack(data).sum(0).norm()))
-    assert update.drift == pytest.approx(0.1 * update.surprise)
+    assert update.grad_norm == pytest.approx(float(torch.stack(data).sum(0).norm()))
+    assert update.step == pytest.approx(0.1 * update.grad_norm)
+    assert update.distance == update.step  # it was the first
+    mean = 0.5 * torch.stack(data).square().sum(-1).mean()
+    assert update.loss == pytest.approx(float(mean))
 
 
 def test_problems_of_one_level_see_each_other_before_the_level_changes():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestling.paper import NestedSystem
-from nestling.paper.meta import FIRST_ORDER, FULL, REPTILE, Task, adapt, meta_learning
+from nestling.paper.nested import NestedSystem
+from nestling.paper.nested.meta import FIRST_ORDER, FULL, REPTILE, Task, meta_learning, solve_task
 
 EXAMPLE = runpy.run_path(
     str(Path(__file__).resolve().parents[2] / "examples" / "knowledge_transfer.py")
@@ -49,7 +49,7 @@ def test_adapt_is_what_the_fast_level_does():
     task = Task(*(tuple(torch.randn(2, 3, dtype=torch.float64)) for _ in range(2)))
     problems = meta_learning(start, quadratic, rule=FULL, steps=4, inner_rate=0.1, rate=0.0)
     state, _ = NestedSystem(problems).run([task])
-    alone = adapt(start, quadratic, task.support, steps=4, rate=0.1)
+    alone = solve_task(start, quadratic, task.support, steps=4, rate=0.1)
     torch.testing.assert_close(alone["w"], state.parameters["fast"]["w"].detach())
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from nestling.description import Timeline, describe
+from nestling.levels import LevelUpdate
 from nestling.report.story import Marked, Story, Trained
 
 
@@ -18,7 +19,8 @@ def story() -> Story:
     for position in range(64, 4097, 64):
         for name, chunk in chunks.items():
             if position % chunk == 0:
-                timeline.record(position, name, surprise=2.0 / position**0.2, drift=0.1)
+                surprise = 2.0 / position**0.2
+                timeline.record(LevelUpdate(position, name, surprise, 0.5, 0.1, 0.1))
     places = [32.0, 96.0, 192.0, 384.0, 768.0, 1536.0, 3000.0]
     readers = ("Transformer", "Hope", "Hope, learning")
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -37,9 +37,9 @@ CASES = {
     "nadam": (rules.nadam(), torch.optim.NAdam, {}),
     "radam": (rules.radam(), torch.optim.RAdam, {}),
     "radam, short": (rules.radam(0.9, 0.7), torch.optim.RAdam, {"betas": (0.9, 0.7)}),
-    "adagrad": (rules.adagrad_torch(), torch.optim.Adagrad, {}),
+    "adagrad": (rules.adagrad(), torch.optim.Adagrad, {}),
     "adagrad, rate decay": (
-        rules.adagrad_torch(rate_decay=0.1, start=0.2, eps=1e-4),
+        rules.adagrad(rate_decay=0.1, start=0.2, eps=1e-4),
         torch.optim.Adagrad,
         {"lr_decay": 0.1, "initial_accumulator_value": 0.2, "eps": 1e-4},
     ),

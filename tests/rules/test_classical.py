@@ -7,6 +7,12 @@ import torch
 
 from nestling import rules
 from nestling.objectives import dot, l2, lp, oja
+from nestling.paper.exhibits.adagrad import adagrad_memory
+from nestling.paper.exhibits.adam import adam_literal
+from nestling.paper.exhibits.gd import descent
+from nestling.paper.exhibits.momentum import generalised_momentum
+from nestling.paper.exhibits.omega import omega
+from nestling.paper.exhibits.precondition import precondition, preconditioned_momentum
 from nestling.rules.core import Gates, Write, apply
 from nestling.rules.momentum import accumulate
 
@@ -14,7 +20,7 @@ ELEMENTWISE = {
     "momentum": rules.momentum(0.9),
     "nesterov": rules.momentum(0.9, nesterov=True),
     "adam": rules.adam(),
-    "adam, literal": rules.adam(0.5, 0.5, literal=True),
+    "adam, literal": adam_literal(0.5, 0.5),
     "adamw": rules.adamw(),
     "amsgrad": rules.amsgrad(),
     "nadam": rules.nadam(),
@@ -27,15 +33,15 @@ ELEMENTWISE = {
     "weight decay": rules.weight_decay(0.1),
 }
 MATRIX = {
-    "adagrad memory": rules.adagrad_memory(),
-    "precondition": rules.precondition(start=3.0),
-    "preconditioned momentum": rules.preconditioned_momentum(rules.precondition(start=3.0), 0.5),
-    "generalised momentum": rules.generalised_momentum(l2, rate=0.1),
-    "hebbian": rules.descend(dot),
-    "delta net": rules.descend(l2),
-    "l3": rules.descend(lp(3.0)),
-    "oja net": rules.descend(oja),
-    "omega": rules.omega(l2, window=3),
+    "adagrad memory": adagrad_memory(),
+    "precondition": precondition(start=3.0),
+    "preconditioned momentum": preconditioned_momentum(precondition(start=3.0), 0.5),
+    "generalised momentum": generalised_momentum(l2, rate=0.1),
+    "hebbian": descent(dot),
+    "delta net": descent(l2),
+    "l3": descent(lp(3.0)),
+    "oja net": descent(oja),
+    "omega": omega(l2, window=3),
 }
 ALL = {**ELEMENTWISE, **MATRIX}
 
@@ -164,10 +170,10 @@ def test_rules_that_need_pairs_say_so(name):
         (lambda: rules.adamw(0.9, -0.1), r"beta2 must lie in \[0, 1\), got -0.1"),
         (lambda: rules.second_moment(2.0), "decay must lie in"),
         (lambda: rules.adagrad(start=-1.0), "start must be at least 0, got -1.0"),
-        (lambda: rules.adagrad_memory(0.0), "beta1 and beta2 must be positive"),
-        (lambda: rules.precondition(rate=2.0), r"rate must lie in \(0, 2\), got 2.0"),
-        (lambda: rules.precondition(floor=0.0), "start and floor must be positive"),
-        (lambda: rules.omega(window=0), "window must be at least 1, got 0"),
+        (lambda: adagrad_memory(0.0), "beta1 and beta2 must be positive"),
+        (lambda: precondition(rate=2.0), r"rate must lie in \(0, 2\), got 2.0"),
+        (lambda: precondition(floor=0.0), "start and floor must be positive"),
+        (lambda: omega(window=0), "window must be at least 1, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message):

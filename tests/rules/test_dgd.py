@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestling.paper.exhibits.dgd import delta_rate, delta_step, dgd_step
 from nestling.rules import Gates, Write, apply
-from nestling.rules.dgd import delta_rate, delta_step, dgd, dgd_direction, dgd_step
+from nestling.rules.dgd import dgd, dgd_direction
 
 
 def argmin(weight: Tensor, x: Tensor, u: Tensor, rate: float, c: float = 1.0) -> Tensor:

@@ -1,32 +1,37 @@
 """Memories on disk: what was learned, for which model, and nothing that can run code.
 
 A memory is a folder with `memory.json` and one safetensors file (`nestling.files`): written
-atomically, checked by SHA-256. It names the model by a fingerprint of its weights, and is refused
-by any other.
+atomically, checked by SHA-256. It names the model by a fingerprint of its configuration and
+weights, and is refused by any other.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from nestling.adaptation.drift import Change
 from nestling.continuum import Continuum, ContinuumState, Factors, LevelState, Pairs
-from nestling.files import BrokenFileError, load_tree, save_tree
-from nestling.tree import tree_leaves
+from nestling.files import (
+    BrokenFileError,
+    check_state,
+    fingerprint,
+    load_state,
+    read_facts,
+    save_state,
+)
+from nestling.tree import named_tuples, state_to
 
 if TYPE_CHECKING:
     from nestling.adaptation.learner import Learner
 
 __all__ = ["Saved", "describe", "fingerprint", "load", "read_meta", "save"]
 
-NAME, KIND, VERSION = "memory", "nestling memory", 1
-SAMPLES = 4096  # of every tensor, evenly spaced, enter the fingerprint
+NAME, KIND = "memory", "nestling memory"
+LEVELS = 64  # at most, in a memory that is read
 
 
 class Saved(NamedTuple):
@@ -35,18 +40,6 @@ class Saved(NamedTuple):
     state: ContinuumState
     history: list[Change]
     notes: Any
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A checksum of a model: names, shapes and types of its parameters, and samples of each."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        step = max(len(flat) // SAMPLES, 1)
-        values = flat[::step].to("cpu", torch.float32).contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype};".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def describe(learner: Learner) -> dict[str, Any]:
@@ -65,57 +58,80 @@ def describe(learner: Learner) -> dict[str, Any]:
 
 def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> None:
     """Write a memory; the old one stays until the new one is complete."""
-    meta = {
-        "kind": KIND,
-        "version": VERSION,
+    facts = {
         **describe(learner),
         "position": state.position,
         "settings": learner.settings,
-        "form": _form(state),
         "history": [list(change) for change in learner.history],
         "notes": notes,
     }
     try:
-        json.dumps(meta)
+        json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise ValueError(f"notes must be something JSON can hold: {error}") from error
-    save_tree(folder, NAME, dict(tree_leaves(state)), meta)
+    save_state(folder, NAME, KIND, state, facts)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """A saved memory's description, after checking every byte of it."""
-    return _read(folder)[1]
+    _must_be_there(folder)
+    facts = read_facts(folder, NAME, KIND)
+    _check_facts(folder, facts)
+    return facts
 
 
 def load(folder: Path, learner: Learner) -> Saved:
     """Read a memory for this learner; raises BrokenFileError or ValueError, and changes nothing."""
-    tensors, meta = _read(folder)
-    _compare(folder, meta, describe(learner))
-    used: set[str] = set()
+    _must_be_there(folder)
+    state, facts = load_state(folder, NAME, KIND, _types(learner.continuum))
+    _check_facts(folder, facts)
+    _compare(folder, facts, describe(learner))
     try:
-        state = _build(meta["form"], tensors, "", used, _types(learner.continuum))
-        history = [Change(*change) for change in meta["history"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BrokenFileError(f"{folder}: not a memory of this form: {error}") from error
-    if not isinstance(state, ContinuumState) or used != set(tensors):
+        history = [Change(*change) for change in facts["history"]]
+    except TypeError as error:
+        raise BrokenFileError(f"{folder}: not a memory's history: {error}") from error
+    if not isinstance(state, ContinuumState):
         raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
+    try:
+        check_state(state, learner.continuum.init(1), state.batch, str(folder))
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise BrokenFileError(f"{folder}: not a whole memory: {error}") from error
     _check_shapes(folder, state, learner.continuum)
-    device = learner.device
-    return Saved(_move(state, device), history, meta["notes"])
+    if state.position != facts["position"]:
+        raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
+    return Saved(state_to(state, device=learner.device), history, facts["notes"])
 
 
-def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if not (folder / f"{NAME}.json").is_file():
+def _must_be_there(folder: Path) -> None:
+    if not (folder / f"{NAME}.json").exists():
         there = "it holds no memory.json" if folder.is_dir() else "there is no such folder"
         raise BrokenFileError(f"{folder}: not a saved memory: {there}")
-    tensors, meta = load_tree(folder, NAME)
-    if not isinstance(meta, dict) or meta.get("kind") != KIND:
-        raise BrokenFileError(f"{folder}: a saved tree, but not a memory")
-    if meta.get("version") != VERSION:
-        raise BrokenFileError(
-            f"{folder}: version {meta.get('version')!r}; this nestling reads {VERSION}"
-        )
-    return tensors, meta
+
+
+_FACTS = {
+    "model": dict,
+    "levels": list,
+    "slots": list,
+    "position": int,
+    "settings": dict,
+    "history": list,
+}
+
+
+def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Refuse a description of another form, or larger than any memory's."""
+    for key, kind in _FACTS.items():
+        if not isinstance(facts.get(key), kind):
+            raise BrokenFileError(f"{folder}: its {key} is not a {kind.__name__}")
+    if not {"transfer", "notes"} <= set(facts):
+        raise BrokenFileError(f"{folder}: its transfer or its notes are missing")
+    if {"class", "fingerprint"} - {k for k, v in facts["model"].items() if isinstance(v, str)}:
+        raise BrokenFileError(f"{folder}: it names no model")
+    chunks = facts["settings"].get("chunks")
+    if not isinstance(chunks, list) or not 1 <= len(chunks) <= LEVELS:
+        raise BrokenFileError(f"{folder}: a memory has 1 to {LEVELS} levels")
+    if not all(each == "inf" or type(each) is int for each in chunks):
+        raise BrokenFileError(f"{folder}: chunks are whole numbers or inf; got {str(chunks)[:60]}")
 
 
 def _compare(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -131,53 +147,15 @@ def _compare(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
             raise ValueError(f"{folder}: the memory was made with other {key}{shown}")
 
 
-def _form(tree: Any) -> Any:
-    """The shape of a tree without its tensors, as JSON: null, "tensor", or [type, parts...]."""
-    if tree is None or isinstance(tree, Tensor):
-        return None if tree is None else "tensor"
-    kind = type(tree).__name__ if hasattr(tree, "_fields") else "tuple"
-    return [kind, *(_form(part) for part in tree)]
-
-
-def _build(
-    form: Any, tensors: dict[str, Tensor], name: str, used: set[str], types: dict[str, type]
-) -> Any:
-    """The tree of a form; only types this memory can hold are ever made."""
-    if form is None:
-        return None
-    if form == "tensor":
-        used.add(name)
-        return tensors[name]
-    kind, *parts = form
-    if kind != "tuple" and kind not in types:
-        raise ValueError(f"unknown type {kind!r}")
-    fields = range(len(parts)) if kind == "tuple" else types[kind]._fields  # type: ignore[attr-defined]
-    if len(fields) != len(parts):
-        raise ValueError(f"{kind} has {len(fields)} fields, not {len(parts)}")
-    names = [f"{name}.{field}" if name else str(field) for field in fields]
-    built = [_build(part, tensors, full, used, types) for part, full in zip(parts, names)]
-    return tuple(built) if kind == "tuple" else types[kind](*built)
-
-
 def _types(continuum: Continuum) -> dict[str, type]:
     """The NamedTuples a state may hold: ours, the rules' states, a memory model's states."""
-    found: dict[str, type] = {
+    ours: dict[str, type] = {
         each.__name__: each for each in (ContinuumState, LevelState, Factors, Pairs)
     }
-
-    def visit(tree: Any) -> None:
-        if isinstance(tree, tuple):
-            if hasattr(tree, "_fields"):
-                found[type(tree).__name__] = type(tree)
-            for part in tree:
-                visit(part)
-
-    for level in continuum.levels:
-        visit(level.rule.init(torch.zeros(1, 4, 4)))
     inner: Any = getattr(continuum.model, "model", None)
-    if hasattr(inner, "init_states"):
-        visit(inner.init_states(1))
-    return found
+    states = inner.init_states(1) if hasattr(inner, "init_states") else None
+    rules = [level.rule.init(torch.zeros(1, 4, 4)) for level in continuum.levels]
+    return ours | named_tuples(*rules, states)
 
 
 def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> None:
@@ -185,19 +163,14 @@ def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> 
         parts = continuum.parts[number]
         if len(level.fast) != len(parts):
             raise BrokenFileError(f"{folder}: level {number} has {len(level.fast)} parts")
-        for own, fast in zip(parts, level.fast, strict=True):
+        for place, own in enumerate(parts):
             size = list(continuum.engine.sizes[own.slot])
             if own.part.axis is not None:
                 size[own.part.axis] = own.part.stop - own.part.start
-            if isinstance(fast, Factors):
-                found = [fast.left.shape[-2], fast.right.shape[-2]]
-            else:
-                found = size if fast is None else list(fast.shape[-2:])
-            if found != size:
-                raise BrokenFileError(f"{folder}: a difference of {found} for weights of {size}")
-
-
-def _move(tree: Any, device: torch.device) -> Any:
-    from nestling.tree import state_to
-
-    return state_to(tree, device=device)
+            for fast in (level.fast[place], level.sums[place]):
+                if isinstance(fast, Factors):
+                    found = [fast.left.shape[-2], fast.right.shape[-2]]
+                else:
+                    found = size if fast is None else list(fast.shape[-2:])
+                if found != size:
+                    raise BrokenFileError(f"{folder}: a difference of {found}, not {size}")

@@ -252,8 +252,9 @@ def _story(
     losses, _ = learning.read(ids[:1])
     timeline = Timeline()
     for update in learning.updates:
-        way = RATE * float(update.grad_norm[0])  # of one step of gradient descent
-        timeline.record(update.position, update.level, surprise=float(update.loss[0]), drift=way)
+        norm = float(update.grad_norm[0])
+        way = RATE * norm  # of one step of gradient descent
+        timeline.record(update._replace(loss=update.loss[0], grad_norm=norm, step=way))
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
         trained=[_trained(arm) for arm in (hope, transformer)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -232,12 +233,17 @@ class _Bar:
 def _draw(learner: Any, out: Path, memory: Path) -> Path:
     """Which level updated when: surprise as bars, the distance from the base as a line."""
     from nestling.description import Timeline
+    from nestling.levels import LevelUpdate
 
     timeline, before = Timeline(), dict.fromkeys((lv.name for lv in learner.levels), 0.0)
     for change in learner.history:
         moved = abs(change.drift - before[change.level])
         before[change.level] = change.drift
-        timeline.record(change.position, change.level, surprise=change.surprise, drift=moved)
+        timeline.record(
+            LevelUpdate(
+                change.position, change.level, change.surprise, math.nan, moved, change.drift
+            )
+        )
     if out.suffix == ".svg":
         return timeline.draw(out)
     from html import escape

@@ -5,23 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nestling.description.description import Component, Description
 from nestling.description.modules import collapse, continuum, in_context, unknown
-from nestling.description.optimizers import Part, memories, parts
-from nestling.paper.problem import Problem
-from nestling.paper.system import NestedSystem
+from nestling.description.optimizers import Stepped, memories, parts
 
 __all__ = ["describe"]
+
+
+@runtime_checkable
+class Described(Protocol):
+    """Anything that knows its own components."""
+
+    def describe_levels(self, name: str) -> Iterable[Component]:
+        """The components; `name` is the path to this object inside a model."""
+        ...
+
 
 NO_OPTIMIZER = "no optimizer was given: no parameter changes after the sequence is read"
 
 
-def describe(model: nn.Module | NestedSystem, optimizer: Optimizer | None = None) -> Description:
-    """The levels of a model and its optimizer, ours or not.
+def describe(model: nn.Module | Described, optimizer: Optimizer | None = None) -> Description:
+    """List the levels of a model and its optimizer, ours or not.
+
+    `model` is a module, or anything else with a method `describe_levels(name)` that returns its
+    components, such as a nested system of `nestling.paper`.
 
     Levels are ordered by update frequency (Definition 2): what changes with every token, then the
     optimizer's memories, then the weights, then what never changes. Modules that are not known to
@@ -31,12 +43,13 @@ def describe(model: nn.Module | NestedSystem, optimizer: Optimizer | None = None
         print(nestling.describe(model, optimizer))
         nestling.describe(model, optimizer).draw("levels.html")
     """
-    if isinstance(model, NestedSystem):
-        return _system(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"describe takes a torch.nn.Module or a NestedSystem, got {type(model).__name__}"
-        )
+        if not isinstance(model, Described):
+            raise TypeError(
+                "describe takes a torch.nn.Module, or an object with a method"
+                f" describe_levels(name); got {type(model).__name__}"
+            )
+        return Description(type(model).__name__, model.describe_levels(""))
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}"
@@ -78,7 +91,7 @@ def _outer(model: nn.Module, optimizer: Optimizer | None, notes: list[str]) -> l
     return _distinct([*components, *_weights(model, rest, None, ())])
 
 
-def _memories(part: Part) -> list[Component]:
+def _memories(part: Stepped) -> list[Component]:
     prefix = f"{part.name}: " if part.name else ""
     own = type(part.optimizer).__name__
     found: list[Component] = []
@@ -100,7 +113,7 @@ def _memories(part: Part) -> list[Component]:
 
 
 def _weights(
-    model: nn.Module, names: dict[int, str], part: Part | None, memories: tuple[str, ...]
+    model: nn.Module, names: dict[int, str], part: Stepped | None, memories: tuple[str, ...]
 ) -> list[Component]:
     """Weights of one pace, grouped by the module they belong to."""
     steps = part is not None and part.chunk != math.inf
@@ -152,40 +165,3 @@ def _distinct(components: list[Component]) -> list[Component]:
             component if count == 1 else replace(component, name=f"{component.name} [{count}]")
         )
     return named
-
-
-def _system(system: NestedSystem) -> Description:
-    parts = [_problem(p, system) for level in system.levels for p in level]
-    return Description(f"nested system of {len(system.problems)} problems", parts)
-
-
-def _problem(problem: Problem, system: NestedSystem) -> Component:
-    reads = [f"{read.kind} from {read.source}" for read in problem.reads]
-    if problem.start:
-        source = f" from {problem.start.source}" if problem.start.source else ""
-        reads.append(problem.start.kind + source)
-    size = sum(value.numel() for value in problem.parameters.values())
-    number = {p.name: n for n, level in enumerate(system.levels) for p in level}
-    needs = tuple(
-        read.source
-        for read in problem.reads
-        if not read.previous and number[read.source] > number[problem.name]
-    )
-    made = [
-        p.name
-        for p in system.problems.values()
-        if p.start and p.start.source == problem.name and p.period == problem.period
-    ]
-    parametric = problem.solver.name != "non-parametric"
-    return Component(
-        name=problem.name,
-        kind="problem" if parametric else "non-parametric",
-        clock="item" if problem.period != math.inf else "never",
-        chunk=problem.period,
-        parameters=size if parametric else 0,
-        state=size,
-        objective=problem.objective_text or getattr(problem.objective, "__name__", ""),
-        context=problem.context_text,
-        transfer="; ".join(reads),
-        needs=tuple(dict.fromkeys((*needs, *made))),
-    )

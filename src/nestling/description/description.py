@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nestling.paper.order import rank
+from nestling.levels import rank
 
 __all__ = ["CLOCKS", "Component", "Description", "LevelDescription", "every", "short"]
 

@@ -20,7 +20,7 @@ from nestling.rules.momentum import MomentumState
 from nestling.rules.multiscale import MultiScaleState
 from nestling.tree import tree_walk
 
-__all__ = ["Part", "Remembered", "memories", "parts"]
+__all__ = ["Remembered", "Stepped", "memories", "parts"]
 
 Group = Mapping[str, Any]
 GRADIENT, SQUARE = "-<m, g>", "-<m, g^2>"
@@ -35,7 +35,7 @@ class Remembered(NamedTuple):
     chunk: int = 1
 
 
-class Part(NamedTuple):
+class Stepped(NamedTuple):
     """Parameters that one optimizer steps at one pace; `chunk` counts training steps."""
 
     name: str
@@ -43,17 +43,17 @@ class Part(NamedTuple):
     chunk: int | float
 
 
-def parts(optimizer: Optimizer) -> Iterator[Part]:
+def parts(optimizer: Optimizer) -> Iterator[Stepped]:
     """The optimizer itself, or the optimizers inside a nested one with their chunks.
 
     A nested optimizer is one that offers `levels` (with `name` and `chunk`) and `optimizers`.
     """
     levels, inner = getattr(optimizer, "levels", None), getattr(optimizer, "optimizers", None)
     if levels is None or inner is None:
-        yield Part("", optimizer, 1)
+        yield Stepped("", optimizer, 1)
         return
     for level, one in zip(levels, inner, strict=True):
-        yield Part(level.name, one, level.chunk)
+        yield Stepped(level.name, one, level.chunk)
 
 
 def memories(optimizer: Optimizer) -> list[Remembered]:

@@ -1,4 +1,4 @@
-"""See it live: which level changed when, how surprised it was, and how far it drifted.
+"""See it live: which level changed when, how surprised it was, and how far it moved.
 
     timeline = nestling.description.Timeline()
     watch = timeline.watch({"fast": fast_parameters, "slow": slow_parameters})
@@ -8,7 +8,7 @@
         watch(step)                       # notices by itself who changed
     timeline.draw("timeline.svg")
 
-Any loop can record: `record` takes one update, `extend` those of a `NestedSystem`.
+Any loop can record: `record` takes one `nestling.levels.LevelUpdate`, `extend` many of them.
 """
 
 from __future__ import annotations
@@ -18,65 +18,55 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nestling.description.svg import INK, QUIET, document, fit, text
-from nestling.paper.system import Tick
+from nestling.levels import LevelUpdate
 
-__all__ = ["Moment", "Timeline"]
+__all__ = ["Timeline"]
 
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1180, 190, 150, 86, 84
 COLOURS = ("#c2410c", "#b45309", "#4d7c0f", "#0f766e", "#0369a1", "#4338ca", "#7e22ce", "#9d174d")
-
-
-class Moment(NamedTuple):
-    """One update: at which position, which level, its surprise, and how far it moved."""
-
-    position: int
-    level: str
-    surprise: float
-    drift: float
 
 
 class Timeline:
     """The updates of all levels, in the order in which they happened."""
 
     def __init__(self) -> None:
-        self.moments: list[Moment] = []
+        self.updates: list[LevelUpdate] = []
         self.end = 0
 
-    def record(self, position: int, level: str, *, surprise: float, drift: float) -> None:
-        """Note that a level changed at this position."""
-        self.moments.append(Moment(position, level, float(surprise), float(drift)))
+    def record(self, update: LevelUpdate) -> None:
+        """Note that a level changed. Measures of several sequences are kept as their mean."""
+        position, level, *measures = update
+        self.updates.append(LevelUpdate(position, level, *(_number(m) for m in measures)))
         self.end = max(self.end, position)
 
-    def extend(self, ticks: Iterable[Tick]) -> None:
-        """Note all updates of a `NestedSystem`'s run."""
-        for tick in ticks:
-            for update in tick.updates:
-                self.record(
-                    update.position, update.name, surprise=update.surprise, drift=update.drift
-                )
+    def extend(self, updates: Iterable[LevelUpdate]) -> None:
+        """Note many updates, in the order in which they happened."""
+        for update in updates:
+            self.record(update)
 
     def watch(self, levels: Mapping[str, Iterable[Tensor]]) -> Callable[[int], list[str]]:
         """A function to call after every step: it notices which levels changed, and names them.
 
-        The surprise of a level is the norm of its parameters' gradients at that moment. A copy of
-        the parameters is kept to measure the drift.
+        It measures the norm of the level's gradients at that moment, how far this step moved its
+        parameters, and how far they are from where they were first seen (two copies are kept).
         """
         watched = {name: list(tensors) for name, tensors in levels.items()}
-        before = {name: [t.detach().clone() for t in own] for name, own in watched.items()}
+        first = {name: [t.detach().clone() for t in own] for name, own in watched.items()}
+        before = dict(first)
 
         def look(position: int) -> list[str]:
             changed = []
             for name, own in watched.items():
-                drift = _norm(t.detach() - old for t, old in zip(own, before[name], strict=True))
-                if drift:
-                    grads = (t.grad for t in own if t.grad is not None)
-                    self.record(position, name, surprise=_norm(grads), drift=drift)
+                moved = _apart(own, before[name])
+                if moved:
+                    norm = _norm(t.grad for t in own if t.grad is not None)
+                    far = _apart(own, first[name])
+                    self.record(LevelUpdate(position, name, math.nan, norm, moved, far))
                     before[name] = [t.detach().clone() for t in own]
                     changed.append(name)
             self.end = max(self.end, position)
@@ -88,24 +78,28 @@ class Timeline:
     def levels(self) -> list[str]:
         """The levels by how often they changed, the fastest first."""
         counts: dict[str, int] = {}
-        for moment in self.moments:
-            counts[moment.level] = counts.get(moment.level, 0) + 1
+        for update in self.updates:
+            counts[update.level] = counts.get(update.level, 0) + 1
         return sorted(counts, key=lambda name: -counts[name])
 
-    def of(self, level: str) -> list[Moment]:
+    def of(self, level: str) -> list[LevelUpdate]:
         """One level's updates."""
-        return [moment for moment in self.moments if moment.level == level]
+        return [update for update in self.updates if update.level == level]
 
     def frequency(self, level: str) -> float:
         """Updates per position, counted (Definition 2)."""
         return len(self.of(level)) / self.end if self.end else 0.0
 
     def to_json(self) -> str:
-        """All moments as JSON."""
-        return json.dumps([moment._asdict() for moment in self.moments])
+        """All updates as JSON; what nobody measured, or is not finite, is null."""
+        rows = [update._asdict() for update in self.updates]
+        return json.dumps(
+            [{k: _finite(v) if k in MEASURES else v for k, v in row.items()} for row in rows],
+            allow_nan=False,
+        )
 
     def draw(self, path: str | Path) -> Path:
-        """Write the picture as SVG: a row per level, a bar per update, a line for its drift."""
+        """Write the picture as SVG: a row per level, a bar per update, a line for its way."""
         path = Path(path)
         if path.suffix != ".svg":
             raise ValueError(f"path must end in .svg, got {str(path)!r}")
@@ -127,27 +121,27 @@ class Timeline:
         return document(WIDTH, bottom + 26, parts, "Who changed when")
 
     def _row(self, level: str, y: float, colour: str) -> list[str]:
-        moments = self.of(level)
+        updates = self.of(level)
+        what, surprises = _surprises(updates)
         room, base = ROW - 26, y + ROW - 22
-        most = max((m.surprise for m in moments if math.isfinite(m.surprise)), default=0) or 1.0
-        total = sum(m.drift for m in moments if math.isfinite(m.drift)) or 1.0
+        most = max((s for s in surprises if math.isfinite(s)), default=0) or 1.0
+        total = sum(u.step for u in updates if math.isfinite(u.step)) or 1.0
         names = fit(level, LEFT - 40, 14)
         parts = [
             text(24, y + 20 + 16 * i, line, 14, colour, bold=True) for i, line in enumerate(names)
         ]
-        parts.append(text(24, y + 22 + 16 * len(names), f"{len(moments)} updates", 12, INK))
+        parts.append(text(24, y + 22 + 16 * len(names), f"{len(updates)} updates", 12, INK))
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="#c9d0d8"/>'
         )
         bars, line, way = [], [f"{LEFT},{base}"], 0.0
-        for moment in _thinned(moments):
-            x = self._x(moment.position)
-            share = moment.surprise / most if math.isfinite(moment.surprise) else 1.0
+        for update, surprise in _thinned(list(zip(updates, surprises, strict=True))):
+            share = surprise / most if math.isfinite(surprise) else 1.0
             tall = 3 + (room - 3) * share
-            bars.append(f"M {x:.1f} {base} v {-tall:.1f}")
-        for moment in moments:
-            way += moment.drift if math.isfinite(moment.drift) else 0.0
-            line.append(f"{self._x(moment.position):.1f},{base - room * way / total:.1f}")
+            bars.append(f"M {self._x(update.position):.1f} {base} v {-tall:.1f}")
+        for update in updates:
+            way += update.step if math.isfinite(update.step) else 0.0
+            line.append(f"{self._x(update.position):.1f},{base - room * way / total:.1f}")
         parts.append(
             f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{self._stroke()}"'
             f' opacity="0.45"><title>{escape(level)}</title></path>'
@@ -156,9 +150,9 @@ class Timeline:
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         )
-        parts.append(text(WIDTH - RIGHT + 12, y + 20, f"drift {total:.3g}", 12, INK))
-        parts.append(text(WIDTH - RIGHT + 12, y + 38, f"surprise \u2264 {most:.3g}", 12, QUIET))
-        if lost := sum(not math.isfinite(m.surprise + m.drift) for m in moments):
+        parts.append(text(WIDTH - RIGHT + 12, y + 20, f"way {total:.3g}", 12, INK))
+        parts.append(text(WIDTH - RIGHT + 12, y + 38, f"{what} \u2264 {most:.3g}", 12, QUIET))
+        if lost := sum(not math.isfinite(s + u.step) for s, u in zip(surprises, updates)):
             parts.append(text(WIDTH - RIGHT + 12, y + 56, f"{lost} not finite", 12, "#b91c1c"))
         return parts
 
@@ -167,6 +161,29 @@ class Timeline:
 
     def _stroke(self) -> float:
         return max(min(700 / max(self.end, 1), 8.0), 0.8)
+
+
+MEASURES = ("loss", "grad_norm", "step", "distance")
+
+
+def _surprises(updates: list[LevelUpdate]) -> tuple[str, list[float]]:
+    """How surprised a level was at each update: its loss, or its gradient's norm where unknown."""
+    losses = [update.loss for update in updates]
+    if all(math.isnan(loss) for loss in losses):
+        return "gradient", [update.grad_norm for update in updates]
+    return "loss", losses
+
+
+def _number(measure: Tensor | float) -> float:
+    return float(measure.double().mean()) if isinstance(measure, Tensor) else float(measure)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _apart(now: Iterable[Tensor], then: Iterable[Tensor]) -> float:
+    return _norm(a.detach() - b for a, b in zip(now, then, strict=True))
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -11,11 +11,12 @@ except ModuleNotFoundError as error:
         f"nestling.models needs {error.name}: pip install 'nestling[lm]'", name=error.name
     ) from error
 
+from nestling.files import fingerprint
 from nestling.models import presets
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
 from nestling.models.modeling import NestlingForCausalLM, NestlingModel
-from nestling.models.saving import fingerprint, load_state, save_state
+from nestling.models.saving import load_state, save_state
 from nestling.models.streaming import StreamOutput, stream
 from nestling.models.tokenizer import byte_tokenizer
 

@@ -8,19 +8,14 @@ over any number of calls and backward passes, next to the gradient that autograd
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Capture", "Pairs", "capture"]
+from nestling.rules import Pairs
 
-
-class Pairs(NamedTuple):
-    """The rows that made a weight's gradient: `grad = -u^T x`."""
-
-    x: Tensor  # [n, Di]
-    u: Tensor  # [n, Do], minus the gradient at the output
+__all__ = ["Capture", "capture"]
 
 
 class Capture:

@@ -1,14 +1,7 @@
-"""Adam as a memory of gradients (Eq. 100-105), and the rules of its family.
+"""Adam and the rules of its family: moving averages of the gradient and of its square (Eq. 105).
 
-Ask an element-wise memory to answer every gradient with one and the same property P of their past:
-
-    m* = argmin sum_i |m . g_i - P|^2 + lam |m|^2 = (H + lam)^-1 . M~ . P,
-    M~ = sum g_i,  H = sum g_i^2
-
-P = sum g^2 gives back momentum; P = sqrt(sum g^2) gives Adam. With the rates of the paper
-(M~ += beta1 g, H += beta2 g^2, so sum g^2 = H / beta2) its direction is `M~ / sqrt(beta2 H)`.
-`adam(literal=True)` is that rule to the letter, which never forgets; `adam()` keeps moving averages
-with bias correction, as everyone does.
+`nestling.paper.exhibits.adam` derives it as a memory of gradients, and has the printed rule, whose
+sums never decay.
 """
 
 from __future__ import annotations
@@ -25,14 +18,13 @@ from nestling.rules.momentum import accumulate
 
 __all__ = [
     "Moments",
+    "SecondMoment",
+    "adagrad",
     "adam",
-    "adam_value",
+    "adam_direction",
+    "affine",
     "averaged",
-    "elementwise_loss",
-    "elementwise_optimum",
-    "memory_step",
-    "moments",
-    "momentum_value",
+    "mean_square",
     "second_moment",
 ]
 
@@ -42,39 +34,6 @@ class Moments(NamedTuple):
 
     first: Tensor  # M~
     second: Tensor  # H
-
-
-def elementwise_loss(memory: Tensor, grads: Tensor, value: Tensor, lam: float) -> Tensor:
-    """`sum_i |m . g_i - P|^2 + lam |m|^2` (Eq. 101); grads [N, *weight]."""
-    return (memory * grads - value).square().sum() + lam * memory.square().sum()
-
-
-def moments(old: Moments, grad: Tensor, *, beta1: float = 1.0, beta2: float = 1.0) -> Moments:
-    """`M~ + beta1 g` and `H + beta2 g^2`: all the optimum needs of the past (Eq. 102)."""
-    first = accumulate(old.first, grad, retain=1.0, rate=beta1)
-    return Moments(first, torch.addcmul(old.second, grad, grad, value=beta2))
-
-
-def elementwise_optimum(past: Moments, value: Tensor, lam: float = 0.0) -> Tensor:
-    """`(H + lam)^-1 . M~ . P`, where the loss of Eq. 101 is smallest (Eq. 102)."""
-    return past.first * value / (past.second + lam)
-
-
-def momentum_value(past: Moments, beta2: float = 1.0) -> Tensor:
-    """`P = sum g^2`: the optimum is momentum (Eq. 104)."""
-    return past.second / beta2
-
-
-def adam_value(past: Moments, beta2: float = 1.0) -> Tensor:
-    """`P = sqrt(sum g^2)`: the optimum is Adam's direction (Eq. 105)."""
-    return (past.second / beta2).sqrt()
-
-
-def memory_step(
-    weight: Tensor, past: Moments, value: Tensor, *, rate: float, lam: float = 0.0
-) -> Tensor:
-    """`W - eta m*` with the optimal memory of all gradients (Eq. 100, 103)."""
-    return weight - rate * elementwise_optimum(past, value, lam)
 
 
 Direction = Callable[[Moments, Tensor, int], Tensor]
@@ -97,33 +56,24 @@ def averaged(beta1: float, beta2: float, direction: Direction) -> Rule:
     return Rule(_init, step, elementwise=True)
 
 
-def adam(
-    beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8, literal: bool = False
-) -> Rule:
+def adam(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
     """Adam (Eq. 105): the mean gradient over the root of its mean square, element by element.
 
-    Moving averages with bias correction. `literal`: as printed, `M~ / (sqrt(beta2 H) + eps)` with
-    sums that never decay.
+    Moving averages with bias correction, as in torch.
     """
-    if literal:
-        return _adam_literal(beta1, beta2, eps)
 
     def direction(past: Moments, grad: Tensor, step: int) -> Tensor:
-        bias1, bias2 = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
-        return past.first / affine(past.second.sqrt(), bias1 / bias2, bias1 * eps)
+        return adam_direction(past, step, beta1, beta2, eps=eps)
 
     return averaged(beta1, beta2, direction)
 
 
-def _adam_literal(beta1: float, beta2: float, eps: float) -> Rule:
-    """`M~ / (sqrt(beta2 H) + eps)` with `M~ + beta1 g`, `H + beta2 g^2` (Eq. 105 as printed)."""
-
-    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        past = moments(state, write.grad, beta1=beta1, beta2=beta2)
-        grad = past.first / affine(past.second.sqrt(), math.sqrt(beta2), eps)
-        return write._replace(grad=grad), past
-
-    return Rule(_init, step, elementwise=True)
+def adam_direction(
+    past: Moments, step: int, beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8
+) -> Tensor:
+    """The direction of Adam's step number `step` (from 1), given its two moving averages."""
+    bias1, bias2 = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
+    return past.first / affine(past.second.sqrt(), bias1 / bias2, bias1 * eps)
 
 
 def _init(weight: Tensor) -> Moments:
@@ -162,11 +112,33 @@ def second_moment(
     return Rule(init, step, elementwise=True)
 
 
+def adagrad(*, eps: float = 1e-10, start: float = 0.0, rate_decay: float = 0.0) -> Rule:
+    """torch.optim.Adagrad: divide by the root of the sum of all squares so far.
+
+    `start` is the sum before the first step (torch's `initial_accumulator_value`); the step shrinks
+    as `1 / (1 + (step - 1) rate_decay)`.
+    """
+    if not start >= 0.0:
+        raise ValueError(f"adagrad: start must be at least 0, got {start!r}")
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        second = torch.addcmul(state.second, write.grad, write.grad)
+        shrink = 1.0 + (gates.step - 1) * rate_decay
+        grad = write.grad / affine(second.sqrt(), shrink, shrink * eps)
+        return write._replace(grad=grad), SecondMoment(second)
+
+    return Rule(lambda weight: SecondMoment(torch.full_like(weight, start)), step, elementwise=True)
+
+
 def mean_square(old: Tensor, grad: Tensor, decay: float) -> Tensor:
     """`decay H + (1 - decay) g^2`."""
     return (decay * old).addcmul_(grad, grad, value=1.0 - decay)
 
 
 def affine(x: Tensor, scale: float, shift: float) -> Tensor:
-    """`scale x + shift` in one pass."""
-    return torch.add(torch.tensor(shift, dtype=x.dtype, device=x.device), x, alpha=scale)
+    """`scale x + shift` in one pass.
+
+    The shift is a number on the CPU: kernels of every device take it as an argument, so that no
+    copy is waited for.
+    """
+    return torch.add(torch.tensor(shift, dtype=x.dtype), x, alpha=scale)

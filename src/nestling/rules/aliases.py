@@ -12,13 +12,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nestling.rules.adagrad import adagrad
-from nestling.rules.adam import Moments, adam, affine, averaged, second_moment
+from nestling.rules.adam import Moments, adam, adam_direction, affine, averaged, second_moment
 from nestling.rules.core import Gates, Rule, State, Write, chain, identity, stateless
 from nestling.rules.momentum import MomentumState, accumulate, momentum
 
 __all__ = [
-    "adagrad_torch",
     "adamw",
     "amsgrad",
     "lion",
@@ -66,23 +64,6 @@ def rmsprop(
     return chain(scale, momentum(follow)) if follow else scale
 
 
-def adagrad_torch(*, eps: float = 1e-10, start: float = 0.0, rate_decay: float = 0.0) -> Rule:
-    """torch.optim.Adagrad, whose rate falls as `1 / (1 + (step - 1) rate_decay)`."""
-    return chain(adagrad(eps=eps, start=start), inverse_time(rate_decay))
-
-
-def inverse_time(strength: float) -> Rule:
-    """Steps that shrink as `1 / (1 + (step - 1) strength)`."""
-
-    if strength == 0.0:
-        return identity
-
-    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        return write._replace(grad=write.grad / (1.0 + (gates.step - 1) * strength)), state
-
-    return Rule(lambda weight: (), step, elementwise=True)
-
-
 signsgd = stateless(torch.sign, elementwise=True)
 """Only the sign of the gradient."""
 
@@ -118,8 +99,7 @@ def amsgrad(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> R
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         write, past = inner.step(write, state[0], weight, gates)
         largest = torch.maximum(state[1], past.second)
-        bias1, bias2 = 1.0 - beta1**gates.step, math.sqrt(1.0 - beta2**gates.step)
-        grad = write.grad / affine(largest.sqrt(), bias1 / bias2, bias1 * eps)
+        grad = adam_direction(Moments(past.first, largest), gates.step, beta1, beta2, eps=eps)
         return write._replace(grad=grad), (past, largest)
 
     return Rule(init, step, elementwise=True)

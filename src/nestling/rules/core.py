@@ -19,7 +19,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Gates", "Rule", "State", "Write", "apply", "chain", "identity", "stateless"]
+__all__ = [
+    "Gates",
+    "Pairs",
+    "Rule",
+    "State",
+    "Write",
+    "apply",
+    "chain",
+    "identity",
+    "pairs",
+    "stateless",
+]
 
 State = Any
 """A (nested) tuple of tensors; `()` for a rule without state."""
@@ -35,6 +46,13 @@ class Write(NamedTuple):
     grad: Tensor  # [..., *weight]
     x: Tensor | None = None  # [..., n, Di]
     u: Tensor | None = None  # [..., n, Do]
+
+
+class Pairs(NamedTuple):
+    """The rows that made a weight's gradient: `grad = -u^T x`."""
+
+    x: Tensor  # [..., n, Di]
+    u: Tensor  # [..., n, Do], minus the gradient at the output
 
 
 class Gates(NamedTuple):
@@ -105,3 +123,14 @@ def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) 
 
 identity = stateless(lambda grad: grad, elementwise=True)._replace(plain=True)
 """Plain gradient descent as a rule (Eq. 1)."""
+
+
+def pairs(write: Write, name: str) -> Pairs:
+    """The pairs of a write, for rules that cannot do without them; `name` is the rule's."""
+    if write.x is None or write.u is None:
+        missing = " and ".join(part for part in ("x", "u") if getattr(write, part) is None)
+        raise ValueError(
+            f"{name} learns from a layer's pairs (inputs x, targets u), and this write has no"
+            f" {missing}: pass Write(grad, x, u)"
+        )
+    return Pairs(write.x, write.u)

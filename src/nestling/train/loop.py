@@ -65,7 +65,7 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
         finished = session.done
         if finished:
             _export(session, folder / "model")
-            if session.timeline.moments and world.main:
+            if session.timeline.updates and world.main:
                 session.timeline.draw(folder / "timeline.svg")
     memory = session.memory
     sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)

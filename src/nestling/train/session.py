@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nestling.description import Timeline
+from nestling.levels import LevelUpdate
 from nestling.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from nestling.train.optimizers import build, by_level
 from nestling.train.progress import Progress
@@ -87,8 +88,7 @@ class Session:
         if found.states["carry"] is not None:
             self.carry = self._cut(found.states["carry"])
         self.memory = _Memory(**found.states["memory"])
-        for position, level, surprise, drift in found.states["timeline"]:
-            self.timeline.record(position, level, surprise=surprise, drift=drift)
+        self.timeline.extend(_update(*saved) for saved in found.states["timeline"])
         self._watch = self._watcher()
         self.loss = found.facts["loss"]
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
@@ -107,7 +107,7 @@ class Session:
         states |= {
             "random": _random_state(),
             "memory": self.memory._asdict(),
-            "timeline": [tuple(moment) for moment in self.timeline.moments],
+            "timeline": [tuple(update) for update in self.timeline.updates],
         }
         if self.world.main:
             facts = {"recipe": self.recipe.to_json(), "loss": self.loss}
@@ -206,6 +206,13 @@ class Session:
 def _norm(model: nn.Module, clip: float | None) -> float:
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _update(position: int, level: str, *measures: float) -> LevelUpdate:
+    """A saved update; earlier versions kept two measures, the gradient's norm and the step."""
+    if len(measures) == 2:
+        measures = (math.nan, *measures, math.nan)
+    return LevelUpdate(position, level, *measures)
 
 
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:

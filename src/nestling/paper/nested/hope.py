@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from nestling.continuum.layers import Block
 from nestling.memories.self_modifying import SelfModifying
 from nestling.objectives import Matrix, dot
-from nestling.paper.problem import Problem, View
-from nestling.paper.sequences import Token
-from nestling.paper.solve import remember
-from nestling.paper.training import Pairs
-from nestling.paper.transfer import Parameters, Start, backpropagation, direct, reset
+from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.sequences import Token
+from nestling.paper.nested.solve import keep_context
+from nestling.paper.nested.training import KeyValue
+from nestling.paper.nested.transfer import Parameters, Start, backpropagation, direct, reset
 from nestling.rules import Gates
 from nestling.scan.self_modifying.naive import answer, errors, gates, project
 from nestling.scan.self_modifying.rule import Inputs, Weights
@@ -103,11 +103,11 @@ def hope_block(
         return token, Weights(torch.stack([view[name]["M"] for name in rule.names], 1))
 
     def memory(slot: int, name: str) -> Problem:
-        def context(view: View) -> Pairs:
+        def context(view: View) -> KeyValue:
             token, at = seen_by(view)
             k, v = project(rule, at, "k", token), project(rule, at, "v", token)
             ((key, value),) = errors(rule, at, slot, k, v)
-            return Pairs(key[:, None], value[:, None])
+            return KeyValue(key[:, None], value[:, None])
 
         def gates_of(view: View) -> Gates:
             token, at = seen_by(view)
@@ -142,7 +142,7 @@ def hope_block(
         name=TAIL,
         parameters={"x": empty},
         context=kept,
-        solver=remember(window=empty.shape[1]),
+        solver=keep_context(window=empty.shape[1]),
         reads=(backpropagation(OUTER),),
         start=reset(every=length, to={"x": empty}),
         context_text=f"the last {empty.shape[1]} tokens",
@@ -181,13 +181,13 @@ def hope_block(
     return (*memories, tail, *(learner(name, chunk) for name, chunk in slow.items()))
 
 
-def _delta(own: Parameters, pair: Pairs) -> Tensor:
+def _delta(own: Parameters, pair: KeyValue) -> Tensor:
     """The objective whose step with retention is Eq. 96: `M (alpha I - eta k k^T) + eta v k^T`."""
     erased = 0.5 * Matrix(own["M"]).read(pair.keys).square().sum()
     return _hebbian(own, pair) + erased
 
 
-def _hebbian(own: Parameters, pair: Pairs) -> Tensor:
+def _hebbian(own: Parameters, pair: KeyValue) -> Tensor:
     return dot.loss(Matrix(own["M"]), *pair).sum()
 
 

@@ -1,4 +1,4 @@
-"""AdaGrad as a memory of gradients with outer products (Eq. 106-111), and torch's diagonal one.
+"""AdaGrad as a memory of gradients with outer products (Eq. 106-111).
 
 The element-wise memory of `adam.py` treats every entry alone. Let it see directions instead:
 gradients are vectors g_i, a vector m answers each with <m, g_i>, and the property P is an operator:
@@ -20,19 +20,18 @@ import math
 import torch
 from torch import Tensor
 
-from nestling.rules.adam import Moments, SecondMoment, affine
+from nestling.rules.adam import Moments
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.momentum import accumulate
 
 __all__ = [
-    "adagrad",
     "adagrad_memory",
     "adagrad_memory_step",
     "adagrad_value",
+    "matrix_power",
     "outer_loss",
     "outer_moments",
     "outer_optimum",
-    "power",
 ]
 
 
@@ -58,7 +57,7 @@ def outer_optimum(past: Moments, value: Tensor, lam: float = 0.0) -> Tensor:
 
 def adagrad_value(past: Moments, beta2: float = 1.0) -> Tensor:
     """`P = sqrt(sum g g^T)`: the optimum is AdaGrad's direction (Eq. 111)."""
-    return power(past.second / beta2, 0.5)
+    return matrix_power(past.second / beta2, 0.5)
 
 
 def adagrad_memory_step(
@@ -68,7 +67,7 @@ def adagrad_memory_step(
     return weight - rate * outer_optimum(past, value, lam)
 
 
-def power(matrix: Tensor, exponent: float, eps: float = 0.0) -> Tensor:
+def matrix_power(matrix: Tensor, exponent: float, eps: float = 0.0) -> Tensor:
     """A power of a symmetric positive semi-definite matrix; eigenvalues are raised by eps."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * (values.clamp(min=0.0) + eps).pow(exponent).unsqueeze(-2)) @ vectors.mT
@@ -93,24 +92,8 @@ def adagrad_memory(beta1: float = 1.0, beta2: float = 1.0, *, eps: float = 1e-8)
         column = write.grad if weight.ndim > 1 else write.grad.reshape(-1, 1)
         old = Moments(state.first.reshape(column.shape), state.second)
         past = outer_moments(old, column, beta1=beta1, beta2=beta2)
-        grad = power(past.second, -0.5, eps) @ past.first / math.sqrt(beta2)
+        grad = matrix_power(past.second, -0.5, eps) @ past.first / math.sqrt(beta2)
         after = Moments(past.first.reshape(weight.shape), past.second)
         return write._replace(grad=grad.reshape(weight.shape)), after
 
     return Rule(init, step)
-
-
-def adagrad(*, eps: float = 1e-10, start: float = 0.0) -> Rule:
-    """AdaGrad's diagonal form: divide by the root of the sum of all squares so far.
-
-    `start` is the sum before the first step (torch's `initial_accumulator_value`).
-    """
-    if not start >= 0.0:
-        raise ValueError(f"adagrad: start must be at least 0, got {start!r}")
-
-    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        second = torch.addcmul(state.second, write.grad, write.grad)
-        grad = write.grad / affine(second.sqrt(), 1.0, eps)
-        return write._replace(grad=grad), SecondMoment(second)
-
-    return Rule(lambda weight: SecondMoment(torch.full_like(weight, start)), step, elementwise=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.paper.transfer import Parameters
+from nestling.paper.nested.transfer import Parameters
 from nestling.rules import Gates, Rule, State, Write, apply, identity
 
 __all__ = [
@@ -22,9 +22,10 @@ __all__ = [
     "Solved",
     "Solver",
     "descend",
+    "keep_context",
+    "leaf",
     "minimise",
     "proximal_step",
-    "remember",
     "solution",
 ]
 
@@ -43,12 +44,23 @@ class Due(NamedTuple):
     order: int
 
 
+class Met(NamedTuple):
+    """The chunk's loss before the update, and the norm of its gradient."""
+
+    loss: float
+    grad_norm: float
+
+
+NOTHING = Met(float("nan"), 0.0)
+"""A box that only keeps its context has no loss."""
+
+
 class Solved(NamedTuple):
-    """New parameters and state, and the surprise: the norm of the gradient that was met."""
+    """New parameters and state, and the loss and gradient that were met."""
 
     parameters: Parameters
     state: State
-    surprise: Tensor
+    met: Met
 
 
 class Solver(NamedTuple):
@@ -64,16 +76,12 @@ def leaf(parameters: Parameters) -> Parameters:
     return {name: value.detach().requires_grad_() for name, value in parameters.items()}
 
 
-def surprise(grads: Parameters) -> Tensor:
-    """The size of the error signal: the norm of all gradients together."""
-    return torch.stack([grad.detach().square().sum() for grad in grads.values()]).sum().sqrt()
-
-
-def gradient(due: Due, parameters: Parameters) -> Parameters:
+def gradient(due: Due, parameters: Parameters) -> tuple[Parameters, Met]:
     """The gradient of the chunk's loss, differentiable itself when the order asks for it."""
     loss = due.loss(parameters)
     if not loss.requires_grad:  # nothing in this context depends on the parameters
-        return {name: torch.zeros_like(value) for name, value in parameters.items()}
+        zeros = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        return zeros, Met(float(loss / len(due.contexts)), 0.0)
     grads = torch.autograd.grad(
         loss,
         list(parameters.values()),
@@ -81,7 +89,9 @@ def gradient(due: Due, parameters: Parameters) -> Parameters:
         retain_graph=True,
         materialize_grads=True,
     )
-    return dict(zip(parameters, grads if due.order == 2 else [g.detach() for g in grads]))
+    norm = torch.stack([grad.detach().square().sum() for grad in grads]).sum().sqrt()
+    met = Met(float(loss.detach() / len(due.contexts)), float(norm))
+    return dict(zip(parameters, grads if due.order == 2 else [g.detach() for g in grads])), met
 
 
 def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
@@ -93,10 +103,10 @@ def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
         return {name: rule.init(value.detach()) for name, value in parameters.items()}
 
     def solve(due: Due) -> Solved:
-        parameters, state, met = due.parameters, due.state, None
+        parameters, state, first = due.parameters, due.state, NOTHING
         for step in range(steps):
-            grads = gradient(due, parameters)
-            met = surprise(grads) if met is None else met
+            grads, met = gradient(due, parameters)
+            first = first if step else met
             gates = due.gates._replace(step=(due.gates.step - 1) * steps + step + 1)
             moved = {
                 name: apply(rule, value, Write(grads[name]), state[name], gates)
@@ -104,7 +114,7 @@ def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
             }
             parameters = {name: weight for name, (weight, _) in moved.items()}
             state = {name: after for name, (_, after) in moved.items()}
-        return Solved(parameters, state, met if met is not None else torch.zeros(()))
+        return Solved(parameters, state, first)
 
     return Solver(init, solve, "proximal step" if steps == 1 else f"{steps} inner steps")
 
@@ -121,8 +131,8 @@ def solution(closed: Callable[[Parameters, Sequence[Any], Gates], Parameters]) -
     """Solve Eq. 98-99 (or Eq. 6) at once, by a closed form of parameters, contexts and gates."""
 
     def solve(due: Due) -> Solved:
-        grads = gradient(due, due.parameters)
-        return Solved(closed(due.parameters, due.contexts, due.gates), due.state, surprise(grads))
+        _, met = gradient(due, due.parameters)
+        return Solved(closed(due.parameters, due.contexts, due.gates), due.state, met)
 
     return Solver(lambda parameters: (), solve, "closed form")
 
@@ -158,14 +168,14 @@ def minimise(*, steps: int = 100, tolerance: float = 1e-12) -> Solver:
             total.backward(inputs=list(found.values()), retain_graph=True)
             return total
 
-        met = surprise(gradient(due, due.parameters))
+        _, met = gradient(due, due.parameters)
         search.step(closure)
         return Solved({name: value.detach() for name, value in found.items()}, due.state, met)
 
     return Solver(lambda parameters: (), solve, "argmin")
 
 
-def remember(*, window: int | None = None) -> Solver:
+def keep_context(*, window: int | None = None) -> Solver:
     """A box without trained parameters: its state *is* its context, the last `window` items.
 
     Softmax attention is such a box; reading it is the non-parametric transfer (Eq. 27). Contexts
@@ -177,6 +187,6 @@ def remember(*, window: int | None = None) -> Solver:
         for name, old in due.parameters.items():
             new = torch.cat([old, *(context[name] for context in due.contexts)], dim=-2)
             kept[name] = new if window is None else new[..., -window:, :]
-        return Solved(kept, due.state, next(iter(kept.values())).new_zeros(()))
+        return Solved(kept, due.state, NOTHING)
 
     return Solver(lambda parameters: (), solve, "non-parametric")

@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
-from nestling.paper.problem import Problem
+from nestling.levels import rank
+from nestling.paper.nested.problem import Problem
 
-__all__ = ["levels_of", "orders_of", "rank"]
-
-Name = TypeVar("Name", bound=Hashable)
+__all__ = ["orders_of", "sort_levels"]
 
 
-def rank(needs: Mapping[Name, Iterable[Name]]) -> dict[Name, int]:
-    """How many components must be computed one after another before each: 0 needs no other.
-
-    A component that needs itself through others has no place in any order: ValueError.
-    """
-    ranks: dict[Name, int] = {}
-
-    def visit(name: Name, path: tuple[Name, ...]) -> int:
-        if name in path:
-            loop = " -> ".join(str(n) for n in (*path[path.index(name) :], name))
-            raise ValueError(
-                f"problems of equal frequency need each other's state at the same item ({loop});"
-                " Definition 2 gives them no order: read one of them with previous=True"
-            )
-        if name not in ranks:
-            below = [visit(need, (*path, name)) for need in needs[name]]
-            ranks[name] = 1 + max(below, default=-1)
-        return ranks[name]
-
-    for name in needs:
-        visit(name, ())
-    return ranks
-
-
-def levels_of(problems: Mapping[str, Problem]) -> tuple[tuple[Problem, ...], ...]:
+def sort_levels(problems: Mapping[str, Problem]) -> tuple[tuple[Problem, ...], ...]:
     """Sort problems into levels, the slowest first (Definition 2).
 
     A is faster than B when it updates more often, or equally often and B needs A's state at the

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from nestling.objectives import Matrix, Objective, dot
-from nestling.paper.problem import ONE, Problem, View
-from nestling.paper.solve import remember
-from nestling.paper.training import Pairs
-from nestling.paper.transfer import Parameters, Start, backpropagation, reset
+from nestling.paper.nested.problem import ONE, Problem, View
+from nestling.paper.nested.solve import keep_context
+from nestling.paper.nested.training import KeyValue
+from nestling.paper.nested.transfer import Parameters, Start, backpropagation, reset
 from nestling.rules import Gates
 
 __all__ = [
     "Token",
     "attend",
-    "attention",
+    "attention_problem",
     "learner",
     "linear_attention",
     "memory",
-    "project",
-    "read",
+    "projected",
+    "read_matrix",
 ]
 
 
@@ -47,12 +47,12 @@ class Seen(NamedTuple):
     state: dict[str, Parameters]
 
 
-def project(parameters: Parameters, x: Tensor, *names: str) -> tuple[Tensor, ...]:
+def projected(parameters: Parameters, x: Tensor, *names: str) -> tuple[Tensor, ...]:
     """`k = W_k x` and its like, for the named matrices."""
     return tuple(x @ parameters[name].mT for name in names)
 
 
-def read(memory: Tensor, query: Tensor) -> Tensor:
+def read_matrix(memory: Tensor, query: Tensor) -> Tensor:
     """`y = M q` for a batch of memories [B, V, K] and queries [B, K]."""
     return (memory @ query[..., None])[..., 0]
 
@@ -80,9 +80,9 @@ def memory(
     key and the value from what `source` (and `also` other problems) have learned.
     """
 
-    def context(view: View) -> Pairs:
+    def context(view: View) -> KeyValue:
         key, value = pairs(view)
-        return Pairs(key[..., None, :], value[..., None, :])
+        return KeyValue(key[..., None, :], value[..., None, :])
 
     return Problem(
         name=name,
@@ -97,7 +97,7 @@ def memory(
     )
 
 
-def attention(
+def attention_problem(
     name: str,
     batch: int,
     sizes: tuple[int, int],
@@ -123,7 +123,7 @@ def attention(
         name=name,
         parameters=empty,
         context=context,
-        solver=remember(window=window),
+        solver=keep_context(window=window),
         reads=(backpropagation(source),),
         start=reset(every=every, to=empty),
         context_text="keys and values of the sequence",
@@ -187,11 +187,11 @@ def linear_attention(
     )
 
     def pairs(view: View) -> Any:
-        return project(view[outer], view.item.x, "key", "value")
+        return projected(view[outer], view.item.x, "key", "value")
 
     def predict(own: Parameters, seen: Seen) -> Tensor:
-        (query,) = project(own, seen.token.x, "query")
-        return read(seen.state[inside]["M"], query)
+        (query,) = projected(own, seen.token.x, "query")
+        return read_matrix(seen.state[inside]["M"], query)
 
     return (
         memory(

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from nestling.objectives import dot, l2, oja
+from nestling.paper.exhibits.gd import argmin, descent, proximity
 from nestling.rules.core import Gates, Rule, Write, apply
-from nestling.rules.gd import argmin, descend, proximity
 
 __all__ = [
     "Context",
     "adatransformer",
-    "attention",
     "delta_net",
     "fast_weights",
     "hebbian",
     "kernel_loss",
     "linear_attention_proximal",
     "oja_net",
-    "project",
-    "remember",
+    "project_context",
+    "softmax_attention",
+    "write_and_read",
 ]
 
 
@@ -41,12 +41,12 @@ class Context(NamedTuple):
     queries: Tensor  # [..., T, Di]
 
 
-def project(x: Tensor, w_k: Tensor, w_v: Tensor, w_q: Tensor) -> Context:
+def project_context(x: Tensor, w_k: Tensor, w_v: Tensor, w_q: Tensor) -> Context:
     """`k = W_k x, v = W_v x, q = W_q x`: the context flow of a memory (Eq. 14, 61)."""
     return Context(x @ w_k.mT, x @ w_v.mT, x @ w_q.mT)
 
 
-def remember(
+def write_and_read(
     rule: Rule,
     memory: Tensor,
     context: Context,
@@ -71,13 +71,13 @@ def remember(
     return torch.cat(reads, dim=-2) if reads else context.values, memory
 
 
-hebbian = descend(dot)
+hebbian = descent(dot)
 """Linear attention; with retention RetNet, RWKV, lightning attention."""
 
-delta_net = descend(l2)
+delta_net = descent(l2)
 """DeltaNet: what the memory answers is taken out before the value is written."""
 
-oja_net = descend(oja)
+oja_net = descent(oja)
 """OjaNet: the memory forgets along the value instead of along the key."""
 
 
@@ -95,7 +95,7 @@ def fast_weights(
 ) -> tuple[Tensor, Tensor]:
     """`M_t = alpha_t M_{t-1} + v_t phi(k_t)^T`, read `M_t phi(q_t)` (Eq. 5): reads, last memory."""
     mapped = Context(feature(context.keys), context.values, feature(context.queries))
-    return remember(hebbian, memory, mapped, retain=retain)
+    return write_and_read(hebbian, memory, mapped, retain=retain)
 
 
 def kernel_loss(answer: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -104,14 +104,16 @@ def kernel_loss(answer: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> 
     return (similarity * (values - answer).square().sum(-1)).sum()
 
 
-def attention(context: Context, *, window: int | None = None) -> Tensor:
+def softmax_attention(context: Context, *, window: int | None = None) -> Tensor:
     """Causal softmax attention, the Nadaraya-Watson answer of a memory that keeps its pairs.
 
     It needs no training and forgets nothing (Eq. 62), or all but the last `window` pairs (Eq. 63).
     """
     keys, values, queries = context
     if window is not None and window < 1:
-        raise ValueError(f"attention: window must be at least 1, or None for all; got {window!r}")
+        raise ValueError(
+            f"softmax_attention: window must be at least 1, or None for all; got {window!r}"
+        )
     time = torch.arange(keys.shape[-2], device=keys.device)
     age = time.unsqueeze(-1) - time  # [T, T]
     visible = age >= 0 if window is None else (age >= 0) & (age < window)
@@ -128,5 +130,5 @@ def adatransformer(
     The Transformer's MLP weight is moved one level up: it starts at a trained `memory` and takes
     `M_t = M_{t-1} + v_t k_t^T` from the keys and values of the attention's outputs.
     """
-    reads, _ = remember(hebbian, memory, project_again(attention(context)))
+    reads, _ = write_and_read(hebbian, memory, project_again(softmax_attention(context)))
     return reads

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from nestling.activations import Activation
 from nestling.objectives import Signal
-from nestling.rules.gd import layer_gd, layer_proximal
+from nestling.paper.exhibits.gd import layer_gd, layer_proximal
 
-__all__ = ["backprop_proximal", "backprop_step", "forward", "surprises"]
+__all__ = ["backprop_proximal", "backprop_step", "forward_layers", "surprises"]
 
 
-def forward(
+def forward_layers(
     weights: Sequence[Tensor], activation: Activation, x: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Output of a stack of linear layers, each layer's input x_l, and its product z_l = W_l x_l."""
@@ -34,7 +34,7 @@ def surprises(
 
     Returns each layer's pair: its surprise delta_l and its input x_l.
     """
-    _, inputs, products = forward(weights, activation, x)
+    _, inputs, products = forward_layers(weights, activation, x)
     signals = [Signal(error, inputs[-1])]
     for above, z, below in zip(
         reversed(weights[1:]), reversed(products[:-1]), reversed(inputs[:-1]), strict=True

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.paper.problem import Problem, View
-from nestling.paper.solve import Due, descend, leaf, proximal_step
-from nestling.paper.transfer import (
+from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.solve import Due, descend, leaf, proximal_step
+from nestling.paper.nested.transfer import (
     Parameters,
     Transfer,
     backpropagation,
@@ -20,7 +20,7 @@ from nestling.paper.transfer import (
 )
 from nestling.rules import Gates, Rule, identity
 
-__all__ = ["FIRST_ORDER", "FULL", "REPTILE", "MetaRule", "Task", "adapt", "meta_learning"]
+__all__ = ["FIRST_ORDER", "FULL", "REPTILE", "MetaRule", "Task", "meta_learning", "solve_task"]
 
 Loss = Callable[[Parameters, Any], Tensor]
 
@@ -112,7 +112,7 @@ def meta_learning(
     return fast, slow
 
 
-def adapt(
+def solve_task(
     parameters: Parameters, loss: Loss, support: Any, *, steps: int, rate: float
 ) -> Parameters:
     """What the fast level does with one task: `steps` steps from these parameters."""

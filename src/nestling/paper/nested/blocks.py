@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.paper.problem import Problem, View
-from nestling.paper.sequences import Seen, attend, attention, learner, memory, project, read
-from nestling.paper.transfer import Parameters, Start
+from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.sequences import (
+    Seen,
+    attend,
+    attention_problem,
+    learner,
+    memory,
+    projected,
+    read_matrix,
+)
+from nestling.paper.nested.transfer import Parameters, Start
 
 __all__ = ["ada_transformer_block", "transformer_block"]
 
@@ -27,7 +35,7 @@ def transformer_block(
 
     def predict(own: Parameters, seen: Seen) -> Tensor:
         attended = _attended(own, seen.token.x, seen.state["attention"])
-        (hidden,) = project(own, attended, "up")
+        (hidden,) = projected(own, attended, "up")
         return torch.relu(hidden) @ own["down"].mT
 
     return (
@@ -51,15 +59,15 @@ def ada_transformer_block(
         return _attended(view["block"], view.item.x, view["attention"])
 
     def pairs(view: View) -> Any:
-        return project(view["block"], attended(view), "memory_key", "memory_value")
+        return projected(view["block"], attended(view), "memory_key", "memory_value")
 
     def first(view: View) -> Parameters:
         return {"M": view["block"]["start"].expand(batch, -1, -1)}
 
     def predict(own: Parameters, seen: Seen) -> Tensor:
         seen_now = _attended(own, seen.token.x, seen.state["attention"])
-        (query,) = project(own, seen_now, "memory_query")
-        return read(seen.state["memory"]["M"], query)
+        (query,) = projected(own, seen_now, "memory_query")
+        return read_matrix(seen.state["memory"]["M"], query)
 
     inside = memory(
         "memory",
@@ -78,16 +86,16 @@ def ada_transformer_block(
 
 
 def _attended(parameters: Parameters, x: Tensor, state: Parameters) -> Tensor:
-    (query,) = project(parameters, x, "query")
+    (query,) = projected(parameters, x, "query")
     return attend(state, query)
 
 
 def _attention_of(parameters: Parameters, batch: int, length: int) -> Problem:
     def pairs(view: View) -> Any:
-        return project(view["block"], view.item.x, "key", "value")
+        return projected(view["block"], view.item.x, "key", "value")
 
     sizes = (parameters["key"].shape[0], parameters["value"].shape[0])
-    return attention(
+    return attention_problem(
         "attention",
         batch,
         sizes,

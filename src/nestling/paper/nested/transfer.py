@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nestling.paper.problem import View
+    from nestling.paper.nested.problem import View
 
 __all__ = [
     "Parameters",

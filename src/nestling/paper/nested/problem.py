@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from nestling.levels import Level, due
-from nestling.paper.solve import Solver, proximal_step
-from nestling.paper.transfer import Parameters, Start, Transfer
+from nestling.paper.nested.solve import Solver, proximal_step
+from nestling.paper.nested.transfer import Parameters, Start, Transfer
 from nestling.rules import Gates
 
-__all__ = ["ONE", "Objective", "Problem", "View"]
+__all__ = ["ONE", "Loss", "Problem", "View"]
 
 ONE = Gates()
 """Rate 1, retain 1: the gates of linear attention."""
 
-Objective = Callable[[Parameters, Any], Tensor]
+Loss = Callable[[Parameters, Any], Tensor]
 """A scalar loss of the problem's parameters on one context."""
 
 
@@ -93,7 +93,7 @@ class Problem:
     name: str
     parameters: Parameters
     context: Callable[[View], Any]
-    objective: Objective | None = None
+    objective: Loss | None = None
     solver: Solver = field(default_factory=proximal_step)
     gates: Gates | Callable[[View], Gates] = ONE
     chunk: int | float = 1

@@ -12,19 +12,18 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from nestling.objectives import Matrix, Memory, Objective
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.objectives import Architecture, Matrix, Objective
+from nestling.rules.core import Gates, Rule, State, Write, pairs
 
 __all__ = [
     "argmin",
     "associate",
-    "descend",
+    "descent",
     "gd",
     "gd_leader",
     "gd_proximal",
     "layer_gd",
     "layer_proximal",
-    "pairs",
     "proximity",
     "train_layer",
 ]
@@ -97,8 +96,14 @@ def train_layer(
 
 
 def associate(
-    objective: Objective, memory: Memory, key: Tensor, value: Tensor, *, rate: float, steps: int
-) -> Memory:
+    objective: Objective,
+    memory: Architecture,
+    key: Tensor,
+    value: Tensor,
+    *,
+    rate: float,
+    steps: int,
+) -> Architecture:
     """`M* = argmin_M L~(M(K); V)` by gradient descent (Eq. 6): a memory of these pairs."""
     for _ in range(steps):
         grads = objective.gradient(memory, key, value)
@@ -108,7 +113,7 @@ def associate(
     return memory
 
 
-def descend(objective: Objective) -> Rule:
+def descent(objective: Objective) -> Rule:
     """A matrix memory that descends an objective of the write's pairs: keys `x`, values `u`.
 
     With `dot` it is linear attention and (with retention) every Hebbian memory, with `l2` DeltaNet,
@@ -116,19 +121,8 @@ def descend(objective: Objective) -> Rule:
     """
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
-        x, u = pairs(write, "descend")
+        x, u = pairs(write, "descent")
         (grad,) = objective.gradient(Matrix(weight), x, u)
         return write._replace(grad=grad), state
 
     return Rule(lambda weight: (), step, needs_pairs=True)
-
-
-def pairs(write: Write, name: str) -> tuple[Tensor, Tensor]:
-    """The pairs of a write, for rules that cannot do without them; `name` is the rule's."""
-    if write.x is None or write.u is None:
-        missing = " and ".join(part for part in ("x", "u") if getattr(write, part) is None)
-        raise ValueError(
-            f"{name} learns from a layer's pairs (inputs x, targets u), and this write has no"
-            f" {missing}: pass Write(grad, x, u)"
-        )
-    return write.x, write.u

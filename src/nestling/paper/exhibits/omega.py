@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from nestling.objectives import Matrix, Objective, l2
-from nestling.rules.core import Gates, Rule, State, Write
-from nestling.rules.gd import pairs
+from nestling.rules.core import Gates, Rule, State, Write, pairs
 
 __all__ = ["WindowState", "omega", "omega_step"]
 
@@ -37,7 +36,7 @@ def omega_step(
 def omega(objective: Objective = l2, *, window: int = 4) -> Rule:
     """Descend an objective summed over the last `window` pairs of the writes (Eq. 68).
 
-    `window=1` is `descend(objective)`, with `l2` DeltaNet. Keys are the write's `x`, values `u`.
+    `window=1` is `descent(objective)`, with `l2` DeltaNet. Keys are the write's `x`, values `u`.
     """
     if window < 1:
         raise ValueError(f"omega: window must be at least 1, got {window!r}")

@@ -14,15 +14,23 @@ from torch import Tensor
 
 from nestling.activations import Activation
 from nestling.objectives import Matrix, dot
-from nestling.paper.problem import Problem, View
-from nestling.paper.transfer import Parameters, context_generation, direct
+from nestling.paper.exhibits.backprop import forward_layers, surprises
+from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.transfer import Parameters, context_generation, direct
 from nestling.rules import Gates
-from nestling.rules.backprop import forward, surprises
+from nestling.rules.adam import Moments, adam_direction
 
-__all__ = ["Pairs", "adam", "inner", "layers", "momentum", "sgd"]
+__all__ = [
+    "KeyValue",
+    "adam_problems",
+    "inner",
+    "layer_problems",
+    "momentum_problems",
+    "sgd_problem",
+]
 
 
-class Pairs(NamedTuple):
+class KeyValue(NamedTuple):
     """The context of an associative memory: keys [..., n, Di] and values [..., n, Do]."""
 
     keys: Tensor
@@ -34,7 +42,7 @@ def inner(one: Parameters, other: Parameters) -> Tensor:
     return torch.stack([(one[name] * other[name]).sum() for name in one]).sum()
 
 
-def sgd(
+def sgd_problem(
     name: str,
     parameters: Parameters,
     loss: Callable[[Parameters, Any], Tensor],
@@ -53,7 +61,7 @@ def sgd(
     )
 
 
-def layers(
+def layer_problems(
     weights: Mapping[str, Tensor],
     activation: Activation,
     error: Callable[[Tensor, Tensor], Tensor],
@@ -66,13 +74,13 @@ def layers(
     sees only its own pairs (Eq. 29): it is to answer its input with the opposite of its surprise.
     """
 
-    def pairs(place: int) -> Callable[[View], Pairs]:
-        def context(view: View) -> Pairs:
+    def pairs(place: int) -> Callable[[View], KeyValue]:
+        def context(view: View) -> KeyValue:
             stack = [view[name]["weight"] for name in weights]
             x, target = view.item
-            y, _, _ = forward(stack, activation, x)
+            y, _, _ = forward_layers(stack, activation, x)
             signal = surprises(stack, activation, x, error(y, target))[place]
-            return Pairs(signal.input, -signal.error)
+            return KeyValue(signal.input, -signal.error)
 
         return context
 
@@ -150,7 +158,7 @@ def follower(
     )
 
 
-def momentum(problem: Problem, *, decay: float, rate: float) -> tuple[Problem, Problem]:
+def momentum_problems(problem: Problem, *, decay: float, rate: float) -> tuple[Problem, Problem]:
     """Momentum: two levels, `m = decay m + g` and `W = W - rate m` (Eq. 10-13).
 
     `problem` is what plain gradient descent would solve; its own gates are replaced.
@@ -163,7 +171,7 @@ def momentum(problem: Problem, *, decay: float, rate: float) -> tuple[Problem, P
     return memory, follower(problem, context, (memory,), Gates(rate=rate), "momentum")
 
 
-def adam(
+def adam_problems(
     problem: Problem,
     *,
     rate: float,
@@ -176,15 +184,18 @@ def adam(
     The moments update equally often and do not need each other (Definition 2).
     """
     if problem.chunk != 1:
-        raise ValueError(f"adam: chunk must be 1, got {problem.chunk}: make one item of each batch")
+        raise ValueError(
+            f"adam_problems: chunk must be 1, got {problem.chunk}: make one item of each batch"
+        )
     first, second = betas
     m = memory_of_gradients(problem, "exp_avg", Gates(rate=1 - first, retain=first))
     v = memory_of_gradients(problem, "exp_avg_sq", Gates(rate=1 - second, retain=second), power=2)
 
     def context(view: View) -> Parameters:
-        mean, square, step = view[m.name], view[v.name], view.step
-        scale = {n: (x / (1 - second**step)).sqrt() + eps for n, x in square.items()}
-        return {n: x / (1 - first**step) / scale[n] for n, x in mean.items()}
+        return {
+            n: adam_direction(Moments(view[m.name][n], view[v.name][n]), view.step, *betas, eps=eps)
+            for n in problem.parameters
+        }
 
     gates = Gates(rate=rate, retain=1 - rate * decay)
     return m, v, follower(problem, context, (m, v), gates, "the two moments")

@@ -14,31 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.paper.order import levels_of, orders_of
-from nestling.paper.problem import Problem, View
-from nestling.paper.solve import Due, leaf
-from nestling.paper.transfer import Parameters
+from nestling.description import Component
+from nestling.levels import LevelUpdate
+from nestling.paper.nested.order import orders_of, sort_levels
+from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.solve import Due, leaf
+from nestling.paper.nested.transfer import Parameters
 from nestling.rules import State
 from nestling.tree import tree_map
 
-__all__ = ["NestedSystem", "SystemState", "Tick", "Update"]
-
-
-class Update(NamedTuple):
-    """One problem changed: where, how surprised it was, and how far it moved (its drift)."""
-
-    position: int
-    name: str
-    level: int
-    surprise: float
-    drift: float
+__all__ = ["NestedSystem", "SystemState", "Tick"]
 
 
 class Tick(NamedTuple):
-    """What happened at one item: the context of each problem, and the updates."""
+    """One item's events: the context of each problem, and the updates, named by problem."""
 
     contexts: Mapping[str, Any]
-    updates: tuple[Update, ...]
+    updates: tuple[LevelUpdate, ...]
 
 
 class SystemState(NamedTuple):
@@ -78,7 +70,7 @@ class NestedSystem:
             if problem.name in self.problems:
                 raise ValueError(f"two problems are called {problem.name!r}")
             self.problems[problem.name] = problem
-        self.levels = levels_of(self.problems)
+        self.levels = sort_levels(self.problems)
         self._orders, self._cuts = orders_of(self.problems, self.levels)
 
     def init(self) -> SystemState:
@@ -106,14 +98,21 @@ class NestedSystem:
                     continue
                 asked = self._due(problem, view, before[name], solvers[name], waiting[name])
                 solved = problem.solver.solve(asked)
-                moved = distance(solved.parameters, before[name])
-                updates.append(Update(position, name, number, float(solved.surprise), moved))
+                updates.append(
+                    LevelUpdate(
+                        position,
+                        name,
+                        *solved.met,
+                        step=distance(solved.parameters, before[name]),
+                        distance=distance(solved.parameters, problem.parameters),
+                    )
+                )
                 kept = asked.order > 0
                 fresh[name] = solved.parameters if kept else leaf(solved.parameters)
                 solvers[name] = solved.state if kept else detached(solved.state)
                 waiting[name] = ()
             now.update(fresh)
-        for faster in {cut for update in updates for cut in self._cuts[update.name]}:
+        for faster in {cut for update in updates for cut in self._cuts[update.level]}:
             now[faster], solvers[faster] = leaf(now[faster]), detached(solvers[faster])
         return SystemState(now, solvers, waiting, position), Tick(contexts, tuple(updates))
 
@@ -170,3 +169,39 @@ class NestedSystem:
             parameters = {name: value.view_as(value) for name, value in parameters.items()}
         gates = problem.gates_at(view)
         return Due(loss, contexts, parameters, state, gates, self._orders[problem.name])
+
+    def describe_levels(self, name: str = "") -> list[Component]:
+        """Every problem as a component, for `nestling.describe`."""
+        return [_component(problem, self) for level in self.levels for problem in level]
+
+
+def _component(problem: Problem, system: NestedSystem) -> Component:
+    reads = [f"{read.kind} from {read.source}" for read in problem.reads]
+    if problem.start:
+        source = f" from {problem.start.source}" if problem.start.source else ""
+        reads.append(problem.start.kind + source)
+    size = sum(value.numel() for value in problem.parameters.values())
+    number = {p.name: n for n, level in enumerate(system.levels) for p in level}
+    needs = tuple(
+        read.source
+        for read in problem.reads
+        if not read.previous and number[read.source] > number[problem.name]
+    )
+    made = [
+        p.name
+        for p in system.problems.values()
+        if p.start and p.start.source == problem.name and p.period == problem.period
+    ]
+    parametric = problem.solver.name != "non-parametric"
+    return Component(
+        name=problem.name,
+        kind="problem" if parametric else "non-parametric",
+        clock="item" if problem.period != math.inf else "never",
+        chunk=problem.period,
+        parameters=size if parametric else 0,
+        state=size,
+        objective=problem.objective_text or getattr(problem.objective, "__name__", ""),
+        context=problem.context_text,
+        transfer="; ".join(reads),
+        needs=tuple(dict.fromkeys((*needs, *made))),
+    )
