@@ -1,4 +1,4 @@
-"""How far the levels have moved, when that is too far, and states to return to."""
+"""How far the levels have moved, how far they may, and states to return to."""
 
 from __future__ import annotations
 
@@ -6,50 +6,47 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from nestling.continuum import Continuum, ContinuumState
+import torch
+
+from nestling.continuum import Continuum, ContinuumState, Fast, LevelState
+from nestling.continuum import fast as differences
 from nestling.continuum.assignment import cut, weight_of
+from nestling.continuum.stream import Confine
 from nestling.levels import LevelUpdate
 from nestling.tree import tree_leaves
 
 __all__ = [
     "Alarm",
-    "Change",
     "Drift",
     "DriftWarning",
     "Limits",
     "Snapshots",
+    "as_numbers",
     "base_norms",
-    "changes",
     "find_alarm",
+    "norm",
     "tree_bytes",
-    "warn_rollback",
+    "trust_region",
+    "warn_refused",
 ]
 
+Levels = tuple[LevelState, ...]
 
-class Change(NamedTuple):
-    """One update of one level: when, how surprised, how steep, and how far from the base since.
+
+class Drift(NamedTuple):
+    """Where a level stands: its updates, its last loss and gradient norm, and its drift.
 
     `drift` is the norm of the level's difference over the norm of the base weights it sits on.
     """
 
-    position: int
-    level: str
-    surprise: float
-    gradient: float
-    drift: float
-
-
-class Drift(NamedTuple):
-    """Where a level stands: its updates, its last surprise and gradient, and its drift."""
-
     level: str
     chunk: int | float
     updates: int
-    surprise: float
-    gradient: float
+    loss: float
+    grad_norm: float
     drift: float
 
 
@@ -71,27 +68,34 @@ class Alarm(NamedTuple):
 
 
 class DriftWarning(UserWarning):
-    """A level drifted past a limit, and the memory was rolled back."""
+    """A text went past a limit and was refused: the memory goes on from before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a level has gone too far; what is not a finite number always has.
+    """How far a memory may go; what is not a finite number is always refused.
 
-    drift: norm of the difference over the norm of the base weights it sits on.
-    gradient: norm of a chunk's mean gradient.
-    surprise: mean loss of a chunk, in nats per token.
+    drift: norm of a level's difference over the norm of the base weights it sits on. A level goes
+        on learning at its limit: the difference is scaled back to it.
+    step: the same for the change one update makes: a larger step is shortened.
+    grad_norm: norm of a chunk's mean gradient. loss: mean loss of a chunk, in nats per token.
+    forget: how much one text may raise the loss of held-out text, in nats per token: of what the
+        user's earlier texts taught, and of the model's own text.
+
+    Past one of the last three, the text is refused: the memory goes on from before it.
     """
 
     drift: float = 1.0
-    gradient: float = math.inf
-    surprise: float = math.inf
+    step: float = 0.1
+    grad_norm: float = math.inf
+    loss: float = math.inf
+    forget: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("drift", "gradient", "surprise"):
-            value = getattr(self, name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if not value > 0.0:
-                raise ValueError(f"limits: {name} must be a number above 0; got {value!r}")
+                raise ValueError(f"limits: {field.name} must be a number above 0; got {value!r}")
 
 
 def base_norms(continuum: Continuum) -> dict[str, float]:
@@ -103,34 +107,74 @@ def base_norms(continuum: Continuum) -> dict[str, float]:
             weight, transposed = weight_of(continuum.model, continuum.slots[own.slot].name)
             part = cut(weight.detach().mT if transposed else weight.detach(), own.part)
             squares += float(part.float().square().sum())
-        norms[level.name] = math.sqrt(squares)
+        norms[level.name] = max(math.sqrt(squares), 1e-30)
     return norms
 
 
-def changes(updates: Iterable[LevelUpdate], norms: dict[str, float]) -> list[Change]:
-    """The engine's records of one memory as plain numbers."""
+def as_numbers(updates: Iterable[LevelUpdate]) -> list[LevelUpdate]:
+    """The engine's records of one memory, [1] tensors, as plain numbers."""
     return [
-        Change(
-            update.position,
-            update.level,
-            float(update.loss[0]),
-            float(update.grad_norm[0]),
-            float(update.distance[0]) / max(norms[update.level], 1e-30),
-        )
+        LevelUpdate(update.position, update.level, *(float(each) for each in update[2:]))
         for update in updates
     ]
 
 
-def find_alarm(made: Sequence[Change], limits: Limits) -> Alarm | None:
-    """The first measure past its limit."""
-    for change in made:
-        for measure in ("surprise", "gradient", "drift"):
-            value, limit = getattr(change, measure), getattr(limits, measure)
+def find_alarm(updates: Sequence[LevelUpdate], limits: Limits) -> Alarm | None:
+    """The first measure that is not finite or past its limit."""
+    for update in updates:
+        for measure in ("loss", "grad_norm", "step", "distance"):
+            value, limit = getattr(update, measure), getattr(limits, measure, math.inf)
             if not math.isfinite(value):
-                return Alarm(change.position, change.level, measure, value, math.inf)
-            if value > limit:
-                return Alarm(change.position, change.level, measure, value, limit)
+                return Alarm(update.position, update.level, measure, value, math.inf)
+            if measure in ("loss", "grad_norm") and value > limit:
+                return Alarm(update.position, update.level, measure, value, limit)
     return None
+
+
+def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) -> Confine | None:
+    """What keeps every update of one memory within `limits.step` and `limits.drift`."""
+    if math.isinf(limits.step) and math.isinf(limits.drift):
+        return None
+    numbers = {level.name: number for number, level in enumerate(continuum.levels)}
+
+    def confine(
+        before: Levels, after: Levels, updates: list[LevelUpdate]
+    ) -> tuple[Levels, list[LevelUpdate]]:
+        levels, made = list(after), []
+        for update in updates:
+            number, base = numbers[update.level], norms[update.level]
+            fast, step = levels[number].fast, float(update.step)
+            if math.isfinite(step) and step > limits.step * base:
+                share = limits.step * base / step
+                rank = continuum.levels[number].rank
+                both = zip(before[number].fast, fast, strict=True)
+                fast = tuple(_between(old, new, share, rank) for old, new in both)
+                update = update._replace(step=update.step * share, distance=update.step * 0)
+                update = update._replace(distance=update.distance + norm(fast))
+            far = float(update.distance)
+            if math.isfinite(far) and far > limits.drift * base:
+                share = limits.drift * base / far
+                fast = tuple(differences.scale(part, share) for part in fast)
+                update = update._replace(distance=update.distance * share)
+            if fast is not levels[number].fast:
+                levels[number] = levels[number]._replace(fast=fast)
+            made.append(update)
+        return tuple(levels), made
+
+    return confine
+
+
+def norm(fast: Iterable[Fast]) -> float:
+    """The norm of a level's differences together."""
+    return math.sqrt(sum(float(torch.as_tensor(differences.norm2(part)).sum()) for part in fast))
+
+
+def _between(old: Fast, new: Fast, share: float, rank: int | None) -> Fast:
+    """`old + share (new - old)`, in the level's own form."""
+    mixed = differences.add(differences.scale(old, 1.0 - share), differences.scale(new, share))
+    if rank is None or mixed is None:
+        return mixed
+    return differences.truncate(mixed, rank)[0]
 
 
 class Snapshots:
@@ -156,6 +200,11 @@ class Snapshots:
 
     def add(self, state: ContinuumState, name: str | None = None) -> str:
         """Keep a state; returns its name. Named ones are never dropped by themselves."""
+        if name is not None and (not name or name.startswith("@")):
+            raise ValueError(
+                "a snapshot's name must not be empty or begin with @, as unnamed ones do; got"
+                f" {name!r}"
+            )
         label = f"@{state.position}" if name is None else name
         self._kept.pop(label, None)
         unnamed = [key for key, (_, named) in self._kept.items() if not named]
@@ -196,6 +245,10 @@ class Snapshots:
             )
         return others[-which]
 
+    def latest(self, now: ContinuumState) -> ContinuumState:
+        """The last state that was kept; `now` where none is."""
+        return next(reversed(self.states()), now)
+
     def states(self) -> list[ContinuumState]:
         """All kept states."""
         return [state for state, _ in self._kept.values()]
@@ -211,10 +264,11 @@ def tree_bytes(*trees: object) -> int:
     return sum(seen.values())
 
 
-def warn_rollback(alarm: Alarm, position: int) -> None:
+def warn_refused(alarm: Alarm, text: str | None, position: int) -> None:
     """Say what happened and where the memory stands now."""
+    what = "the text since then" if text is None else f"the text {text!r}"
     warnings.warn(
-        f"{alarm}; rolled back to position {position}, and the text since then is not learned",
+        f"{alarm}; rolled back to position {position}, and {what} is not learned",
         DriftWarning,
         stacklevel=4,
     )

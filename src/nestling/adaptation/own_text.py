@@ -7,12 +7,62 @@ forgotten (the divergence of the new model from the old one, in nats per token).
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = ["sample_text"]
+__all__ = ["OwnText", "own_texts", "sample_text"]
+
+ROWS, LENGTH, HELD_OUT = 10, 96, 4
+
+
+class OwnText(NamedTuple):
+    """A model's own texts: ids [rows, length] to measure it by, and others to judge it by."""
+
+    measured: Tensor
+    held_out: Tensor
+
+
+class _Kept:
+    """One sample per model, drawn when it is first needed and shared by all its learners."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.kept: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self.found: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    def __call__(self, model: Any) -> OwnText:
+        with self.lock:
+            if model not in self.kept:
+                self.kept[model] = sample_text(model, rows=ROWS, length=LENGTH)
+            ids = self.kept[model]
+        return OwnText(ids[:-HELD_OUT], ids[-HELD_OUT:])
+
+    def remember(self, model: Any, ids: Tensor) -> None:
+        """Use a sample drawn before (one that lies beside a memory), unless there is one."""
+        with self.lock:
+            self.kept.setdefault(model, ids.to(next(model.parameters()).device))
+
+    def drawn(self, model: Any) -> Tensor | None:
+        """The sample, if there is one."""
+        return self.kept.get(model)
+
+    def beside(self, model: Any) -> dict[Any, Any]:
+        """Room for what was measured by a model's sample; gone with it."""
+        with self.lock:
+            return self.found.setdefault(model, {})
+
+    def forget(self, model: Any) -> None:
+        """Draw a new sample when one is needed: the model has changed."""
+        with self.lock:
+            self.kept.pop(model, None)
+            self.found.pop(model, None)
+
+
+own_texts = _Kept()
 
 
 @torch.no_grad()

@@ -68,8 +68,11 @@ class Matrix(NamedTuple):
         return self.weight.shape[stored] // (2 if self.fused else 1)
 
 
-def mlp_matrices(model: nn.Module, layers: Any = None) -> list[Matrix]:
-    """The MLP matrices of the chosen decoder layers, in the order of the layers."""
+def mlp_matrices(model: nn.Module, layers: Any = None, *, closing: bool = False) -> list[Matrix]:
+    """The MLP matrices of the chosen decoder layers, in the order of the layers.
+
+    closing: only those that close an MLP.
+    """
     prefix, blocks = _decoder(model)
     chosen = choose_layers(layers, len(blocks))
     matrices: list[Matrix] = []
@@ -81,7 +84,7 @@ def mlp_matrices(model: nn.Module, layers: Any = None) -> list[Matrix]:
                 f"layers: layer {number} of {type(model).__name__} has no MLP whose matrices can"
                 f" learn; choose among {some}"
             )
-        matrices += found
+        matrices += [matrix for matrix in found if matrix.axis == 1 or not closing]
     return matrices
 
 
@@ -139,19 +142,25 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def assign_levels(
-    model: nn.Module, levels: int, *, layers: Any = None, assign: str = "share"
+    model: nn.Module,
+    levels: int,
+    *,
+    layers: Any = None,
+    assign: str = "share",
+    closing: bool = False,
 ) -> tuple[Slot, ...]:
     """Which level owns what of the pretrained MLPs; every level starts as they are (section 7.3).
 
     "share": every level has a difference on every matrix. "split": each MLP's hidden units are
     divided, the first to the fastest level. "layers": each level has layers of its own, the last
     layers the fastest level. "own": the MLPs of our models' chains are the levels (Eq. 70).
+    closing: only the matrices that close an MLP.
     """
     if assign == "own":
         return own_slots(model)
     if assign not in ASSIGNMENTS:
         raise ValueError(f"assign must be one of {', '.join(ASSIGNMENTS)}; got {assign!r}")
-    matrices = mlp_matrices(model, layers)
+    matrices = mlp_matrices(model, layers, closing=closing)
     chosen = sorted({matrix.layer for matrix in matrices}, reverse=True)
     if assign == "layers" and len(chosen) < levels:
         raise ValueError(

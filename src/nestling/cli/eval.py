@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
   nestling eval runs/tiny/model book.txt --bins 12 --out loss.json
+  nestling eval runs/tiny/model book.txt --memory mine            (after `nestling learn`)
   nestling eval runs/tiny/model --tasks wikitext,lambada_openai       (needs nestling[eval])
   nestling eval runs/tiny/model --tasks mine --include my_tasks --limit 200
+  nestling eval runs/tiny/model --suite ruler --lengths 1k,4k,16k --limit 20
+  nestling eval runs/tiny/model --suite babilong --tasks qa1,qa2 --lengths 4k,1M --data DATA
 
 A file is read as one stream, in constant memory for models whose memory has a fixed size, so the
 loss at position 100,000 is the loss of a model that has read all of it."""
@@ -28,9 +34,18 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="folder of a model")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
+    made.add_argument("--memory", type=Path, help="folder of a memory made by `nestling learn`")
     made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
     made.add_argument("--tokens", type=int, help="read at most this many tokens")
-    made.add_argument("--tasks", help="lm-eval tasks, separated by commas")
+    made.add_argument("--tasks", help="lm-eval tasks, or tasks of the suite, separated by commas")
+    made.add_argument("--suite", help="long texts: ruler, babilong, qasper, longhealth")
+    made.add_argument("--lengths", default="1k,4k", help="of the suite, in tokens: 1k,4k,16k,1M")
+    made.add_argument(
+        "--data",
+        type=Path,
+        help="folder with ruler_words, gutenberg_books, babi, qasper_leval; without it the suite"
+        " takes words of its own and the built-in corpus",
+    )
     made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
     made.add_argument("--limit", type=int, help="examples per task")
     made.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -39,13 +54,27 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured."""
-    if (arguments.file is None) == (arguments.tasks is None):
-        raise ValueError("give a file to read, or --tasks")
+    from nestling.cli.generate import check_memory
+
+    check_memory(arguments.memory)
+    if arguments.memory is not None and arguments.suite:
+        raise ValueError("--memory goes with a file or --tasks, not with --suite")
+    if arguments.tokens is not None and arguments.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
+    if arguments.tasks is not None and not arguments.tasks.strip(", "):
+        raise ValueError("--tasks: names of tasks with commas between; got none")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
+    if (arguments.file is None) == (arguments.tasks is None and arguments.suite is None):
+        raise ValueError("give a file to read, or --tasks, or --suite")
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
     if arguments.include is not None and not arguments.include.is_dir():
         raise ValueError(f"--include: {arguments.include} is not a folder")
-    found = _tasks(arguments) if arguments.tasks else _file(arguments)
+    if arguments.suite:
+        found = _suite(arguments)
+    else:
+        found = _tasks(arguments) if arguments.tasks else _file(arguments)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -58,39 +87,84 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file}: no such file")
     model, tokenizer = load(arguments.model)
-    ids = tokenizer(  # type: ignore[operator]
+    ids = tokenizer(
         arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
     ).input_ids
-    result = loss_by_position(model, ids[: arguments.tokens], bins=arguments.bins)
+    reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
+    result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)
     print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
     for start, stop, loss in result.bins:
         print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
-    return result._asdict()
+    if reader is model:
+        return result._asdict()
+    plain = loss_by_position(model, ids[: arguments.tokens], bins=1)
+    print(f"without the memory: loss {plain.loss:.4f}, perplexity {plain.perplexity:.2f}")
+    return {**result._asdict(), "without_memory": plain.loss}
+
+
+def _with_memory(folder: Path, model: Any, tokenizer: Any) -> Any:
+    from nestling import load_learner
+
+    return load_learner(model, folder, tokenizer=tokenizer)
+
+
+def _suite(arguments: argparse.Namespace) -> dict[str, object]:
+    from nestling.cli.generate import load
+    from nestling.evaluate.samples import PLAIN_WORDS, Books, parse_lengths
+    from nestling.evaluate.suites import SUITES, Data, evaluate
+    from nestling.train.chronicle import chronicles
+
+    if arguments.suite not in SUITES:
+        raise ValueError(f"--suite must be one of {', '.join(SUITES)}; got {arguments.suite!r}")
+    lengths = parse_lengths(arguments.lengths)
+    if arguments.data is None:
+        data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
+    else:
+        data = Data.load(arguments.data)
+    model, tokenizer = load(arguments.model)
+    found: dict[str, object] = {}
+    for result in evaluate(
+        model,
+        tokenizer,
+        arguments.suite,
+        lengths,
+        data=data,
+        tasks=arguments.tasks.split(",") if arguments.tasks else None,
+        count=arguments.limit or 100,
+    ):
+        name = f"{result.task} at {result.length}"
+        print(f"{arguments.suite}  {name} tokens  {result.score:.1f}%  ({result.samples} samples)")
+        found[name] = result._asdict()
+    return found
 
 
 def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
-    from lm_eval.tasks import TaskManager
+    from nestling.cli.quiet import quiet
 
+    with quiet():  # the harness logs, draws bars, and asks git about a folder of its own
+        try:
+            import lm_eval
+            from lm_eval.models.huggingface import HFLM
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        known = TaskManager(include_path=arguments.include and str(arguments.include))
     from nestling.cli.generate import load
 
-    include = None if arguments.include is None else str(arguments.include)
-    known = TaskManager(include_path=include)
-    wanted = arguments.tasks.split(",")
+    wanted = [task.strip() for task in arguments.tasks.split(",")]
     unknown = [task for task in wanted if task not in known.all_tasks]
     if unknown:
         raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
     model, tokenizer = load(arguments.model)
-    results = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer),
-        tasks=wanted,
-        task_manager=known,
-        limit=arguments.limit,
-    )["results"]
+    memory = arguments.memory and _with_memory(arguments.memory, model, tokenizer)
+    with quiet(), memory.reading() if memory else contextlib.nullcontext():
+        results = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer),
+            tasks=wanted,
+            task_manager=known,
+            limit=arguments.limit,
+        )["results"]
     for task, figures in results.items():
         for name, value in figures.items():
             if isinstance(value, float):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["load", "parser", "run"]
+__all__ = ["check_memory", "load", "parser", "run"]
 
 _EXAMPLES = """examples:
   nestling generate runs/tiny/model --prompt "Day 1, spring."
@@ -32,16 +33,24 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def load(name: str) -> tuple[object, object]:
-    """A causal language model, ours or another, and its tokenizer."""
-    from transformers.utils import logging
+def load(name: str) -> tuple[Any, Any]:
+    """A causal language model, ours or another, and its tokenizer; libraries stay silent."""
+    from nestling.cli.quiet import quiet
 
-    import nestling.models  # noqa: F401  (registers our classes)
-    from nestling.adaptation import load_pretrained
+    with quiet():
+        from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    return load_pretrained(name)
+        import nestling.models  # noqa: F401  (registers our classes)
+        from nestling.adaptation import load_pretrained
+
+        logging.set_verbosity_error()
+        return load_pretrained(name)
+
+
+def check_memory(memory: Path | None) -> None:
+    """Refuse an empty name, which would be the folder one stands in."""
+    if memory is not None and str(memory) in ("", "."):
+        raise ValueError("--memory: the folder of a memory, by its own name; got an empty one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,13 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens must be at least 1; got {arguments.tokens}")
     if arguments.temperature < 0:
         raise ValueError(f"--temperature must be at least 0; got {arguments.temperature}")
-    from typing import Any
-
+    check_memory(arguments.memory)
     import torch
     from transformers import TextStreamer
 
-    model: Any
-    tokenizer: Any
     model, tokenizer = load(arguments.model)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
@@ -69,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         sampling |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     writer = model
     if arguments.memory is not None:
-        from nestling.adaptation import load_learner
+        from nestling import load_learner
 
         writer = load_learner(model, arguments.memory, tokenizer=tokenizer)
     writer.generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nestling.continuum.assignment import Owned, Slot, weight_of
 from nestling.continuum.engine import TRANSFERS, Engine, Rate
 from nestling.continuum.state import ContinuumState, MemoryLevel, Output
-from nestling.continuum.stream import Confine, TokenStream, begin, context_limit
+from nestling.continuum.stream import Confine, Metric, TokenStream, begin, context_limit
 
 __all__ = ["METAS", "Continuum", "meta_loss"]
 
@@ -41,7 +41,8 @@ class Continuum(nn.Module):
         `max_position_embeddings` (a memory model has no limit).
     segment: at most so many pairs in one backward pass; None: as many as the schedule allows.
     learn_rates: the levels' rates become a parameter, `log_rate`.
-    bases: for some slots, by name, a matrix [Di, R] in whose directions alone their levels learn.
+    metric: maps every slot's inputs and surprises of a segment, [B, n, Di] and [B, n, Do], to those
+        whose products are the gradient the levels see: a preconditioner.
     confine: called after every segment with the levels before and after it and their updates, it
         returns levels and updates to go on with: a trust region.
     """
@@ -58,7 +59,7 @@ class Continuum(nn.Module):
         context: int | None = None,
         segment: int | None = None,
         learn_rates: bool = False,
-        bases: Mapping[str, Tensor] | None = None,
+        metric: Metric | None = None,
         confine: Confine | None = None,
     ) -> None:
         super().__init__()
@@ -67,15 +68,9 @@ class Continuum(nn.Module):
                 raise ValueError(f"{name} must be at least 1 position; got {value}")
         self.model = model
         self.engine = Engine(
-            model,
-            levels,
-            slots,
-            reduce=reduce,
-            transfer=transfer,
-            transfer_rate=transfer_rate,
-            bases=bases,
+            model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
-        self.confine = confine
+        self.metric, self.confine = metric, confine
         limit = context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)
         self.segment = segment
@@ -141,6 +136,7 @@ class Continuum(nn.Module):
                 meta=meta,
                 keep_logits=keep_logits,
                 measure=measure,
+                metric=self.metric,
                 confine=self.confine,
             )
             if learn is False or not self.engine.wiring.order:

@@ -245,7 +245,7 @@ def collect(state: LevelState, segment: Segment, wiring: Wiring, number: int) ->
         readers = wiring.readers[own.key] if level.rank is None else 0
         new = differences.add(old, segment.compact(own, dtype, readers))
         if level.rank is not None and old is not None and new is not None:
-            new, dropped = differences.truncate(new, 4 * level.rank)
+            new, dropped = _shorten(new, level.rank)
             lost = lost + dropped
         sums.append(new)
         pairs.append(_join(old_pairs, segment.pairs(own)) if wiring.pairs[number] else None)
@@ -258,6 +258,13 @@ def collect(state: LevelState, segment: Segment, wiring: Wiring, number: int) ->
     )
 
 
+def _shorten(fast: Tensor | Factors, rank: int) -> tuple[Tensor | Factors, Tensor | float]:
+    """A growing sum, cut to four times the rank once it has eight times as many columns."""
+    if isinstance(fast, Factors) and fast.left.shape[-1] <= 8 * rank:
+        return fast, 0.0
+    return differences.truncate(fast, 4 * rank)
+
+
 def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
     """Add the chunk a faster level has just finished to this level's own."""
     sums = [differences.add(mine, its) for mine, its in zip(state.sums, faster.sums, strict=True)]
@@ -265,7 +272,7 @@ def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
     if rank is not None:
         for place, new in enumerate(sums):
             if new is not None:
-                sums[place], dropped = differences.truncate(new, 4 * rank)
+                sums[place], dropped = _shorten(new, rank)
                 lost = lost + dropped
     both = zip(state.pairs, faster.pairs, strict=True)
     return state._replace(
@@ -466,7 +473,7 @@ def remember(state: LevelState, rank: int | None) -> LevelState:
     outer = [differences.add(old, new) for old, new in zip(state.outer, state.sums, strict=True)]
     for place, new in enumerate(outer):
         if rank is not None and new is not None:
-            outer[place], _ = differences.truncate(new, 4 * rank)
+            outer[place], _ = _shorten(new, rank)
     return state._replace(
         outer=tuple(outer),
         outer_seen=state.outer_seen + state.seen,
@@ -555,9 +562,6 @@ class Engine:
 
     Pure: level states go in and come out, the model is not changed. The model may be any module
     whose slots are weights of linear layers.
-
-    bases: for some slots a matrix [Di, R]: their levels learn within its R directions, as
-    `Delta basis^T` with Delta [Do, R]; whatever the rule, the difference has rank R at most.
     """
 
     def __init__(
@@ -569,14 +573,9 @@ class Engine:
         reduce: str = "mean",
         transfer: str | None = None,
         transfer_rate: float | None = None,
-        bases: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.slots = model, tuple(slots)
         self.sizes = shapes(model, self.slots)
-        self.bases = [None if bases is None else bases.get(slot.name) for slot in self.slots]
-        for number, basis in enumerate(self.bases):
-            if basis is not None:
-                self.sizes[number] = self.sizes[number][0], basis.shape[1]
         self.wiring = wire(
             levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
@@ -598,10 +597,7 @@ class Engine:
 
     def live(self, levels: tuple[LevelState, ...]) -> list[LiveSlot]:
         """Every slot with the differences its levels have now."""
-        found = [
-            LiveSlot(*weight_of(self.model, slot.name), [], basis)
-            for slot, basis in zip(self.slots, self.bases, strict=True)
-        ]
+        found = [LiveSlot(*weight_of(self.model, slot.name), []) for slot in self.slots]
         for parts, level in zip(self.wiring.parts, levels, strict=True):
             for own, fast in zip(parts, level.fast, strict=True):
                 if fast is not None:
@@ -618,10 +614,8 @@ class Engine:
         if not parts:
             return None
         full = [(part, differences.dense(fast)) for part, fast in parts]
-        zero, basis = full[0][1].new_zeros(self.sizes[number]), self.bases[number]
-        total = differences.merge(zero, full)
-        total = total if basis is None else total @ basis.mT
-        return total.expand(levels[0].seen.shape[0], -1, -1)
+        zero = full[0][1].new_zeros(self.sizes[number])
+        return differences.merge(zero, full).expand(levels[0].seen.shape[0], -1, -1)
 
     def surprises(
         self, reading: Reading, loss: Tensor, *, graph: bool, keep: bool

@@ -38,7 +38,6 @@ class LiveSlot(NamedTuple):
     weight: Tensor  # as the model stores it
     transposed: bool
     parts: list[tuple[Part, Tensor | Factors]]
-    basis: Tensor | None = None  # [Di, R]: the differences are `Delta basis^T`, Delta [Do, R]
 
     def base(self, *, constant: bool) -> Tensor:
         """The weight as [Do, Di]."""
@@ -46,12 +45,8 @@ class LiveSlot(NamedTuple):
         return weight.mT if self.transposed else weight
 
     def whole(self, *, constant: bool) -> Tensor:
-        """`W0 + sum_l Delta_l`: [Do, Di], or [B, Do, Di] for several sequences.
-
-        With a basis, as the levels see it: `W0 basis + sum_l Delta_l`, [Do, R].
-        """
+        """`W0 + sum_l Delta_l`: [Do, Di], or [B, Do, Di] for several sequences."""
         base, full = self.base(constant=constant), [(p, dense(f)) for p, f in self.parts]
-        base = base if self.basis is None else base @ self.basis
         return merge(base, full) if full else base
 
 
@@ -107,13 +102,10 @@ class Reading(TorchFunctionMode):
     ) -> Tensor:
         slot = self.slots[number]
         rows = x.reshape(self.batch, -1, x.shape[-1])  # [B, n, Di]
-        if slot.basis is not None:
-            rows = rows.to(slot.basis.dtype) @ slot.basis  # [B, n, R]
         together = [(p, d) for p, d in slot.parts if isinstance(d, Tensor)]
         beside = [(p, d) for p, d in slot.parts if isinstance(d, Factors)]
         aside: list[tuple[Part, Tensor | Factors]] = [*beside]
-        few = rows.shape[1] * self.batch <= FEW and not self.record
-        if few or slot.basis is not None:
+        if rows.shape[1] * self.batch <= FEW and not self.record:
             together, aside = [], [*beside, *together]
         if together:
             weight = merge(slot.base(constant=self.constant), together)

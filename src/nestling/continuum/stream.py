@@ -28,8 +28,20 @@ from nestling.losses import first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
-__all__ = ["Confine", "TokenStream", "align", "begin", "cache_from", "cache_tree", "context_limit"]
+__all__ = [
+    "Confine",
+    "Metric",
+    "TokenStream",
+    "align",
+    "begin",
+    "cache_from",
+    "cache_tree",
+    "context_limit",
+]
 
+
+Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
+"""`metric(slots)`: other inputs [B, n, Di] and surprises [B, n, Do] in place of every slot's."""
 
 Levels = tuple[LevelState, ...]
 Confine = Callable[[Levels, Levels, list[LevelUpdate]], tuple[Levels, list[LevelUpdate]]]
@@ -79,6 +91,7 @@ class TokenStream:
         meta: str | None = None,
         keep_logits: bool = True,
         measure: bool = True,
+        metric: Metric | None = None,
         confine: Confine | None = None,
     ) -> None:
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
@@ -88,7 +101,7 @@ class TokenStream:
         self.constant = meta in (None, "frozen")
         plain = self.wiring.transfer is None and all(self.wiring.plain)
         # No graph, initial state or rule holds differences made here: they may be overwritten.
-        self.confine = confine
+        self.metric, self.confine = metric, confine
         plain = plain and confine is None  # a trust region compares with what was
         self.made: set[int] | None = set() if meta is None and plain else None
         self.logits: list[Tensor] = []
@@ -207,6 +220,7 @@ class TokenStream:
                 learned = losses if bool(wanted.all()) else losses * wanted
                 keep = self.graph or self.meta is not None
                 found = self.engine.surprises(reading, learned.sum(), graph=self.graph, keep=keep)
+                found = found if self.metric is None else self.metric(found)
                 kept = learned if self.graph else learned.detach()
                 count = wanted.sum(1).to(levels[0].seen.dtype)
                 segment = Segment(found, count, kept.sum(1).to(count.dtype))
