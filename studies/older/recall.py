@@ -178,7 +178,7 @@ def write_rates(model: Any, tokens: Tensor, pairs: int) -> dict[str, float]:
     del mixer._inputs
     inputs, rule = seen[0], mixer.rule
     raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1) + inputs.gates  # [b, T, 2]
-    rate = rule.retain(raw[..., 1]) * rule.rate_max * torch.sigmoid(raw[..., 0])
+    rate = rule.gates(raw).rate
     vocabulary, end = model.model.config.vocab_size, 2 * pairs
     value = tokens >= vocabulary // 2
     cuts = (0, pairs, end, 2 * end, 4 * end, tokens.shape[1])

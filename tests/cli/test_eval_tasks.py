@@ -68,3 +68,12 @@ def test_a_task_nobody_knows_is_one_line(tmp_path: Path, model: Path) -> None:
     done = evaluate(tmp_path, str(model), "--tasks", "no_such_task")
     assert done.returncode == 2
     assert "no_such_task" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_suite_of_long_texts_needs_no_data(tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "found.json"
+    options = ["--suite", "ruler", "--tasks", "s1,mk2", "--lengths", "1k", "--limit", "2"]
+    done = evaluate(tmp_path, str(model), *options, "--out", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ruler  s1 at 1024 tokens  0.0%  (2 samples)" in done.stdout
+    assert set(json.loads(out.read_text())) == {"s1 at 1024", "mk2 at 1024"}

@@ -7,10 +7,11 @@ import torch
 
 from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.norm import unit
+from nestling.objectives import l2
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying.function import GIVEN, STARTS, TAPES
 from nestling.scan.self_modifying.naive import scan_naive
-from nestling.scan.self_modifying.op import scan_operator
+from nestling.scan.self_modifying.op import ALL as EVERYTHING
+from nestling.scan.self_modifying.op import STARTS, scan_operator
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
@@ -95,21 +96,23 @@ def compare(rule, tokens, position, function=scan_self_modifying, **options):
 
 ALL = ("k", "v", "eta", "alpha")
 RULES = {
-    "stage 1": SelfRule(adaptive=(), own_values=False, objective="l2", chunk=4, chunk_others=4),
+    "stage 1": SelfRule(adaptive=(), own_values=False, objective=l2, chunk=4, chunk_others=4),
     "stage 2": SelfRule(own_values=False, chunk=4, chunk_others=4),
     "stage 3": SelfRule(chunk=4, chunk_others=4),
-    "l2": SelfRule(objective="l2", chunk=4, chunk_others=4, clip=0.5),
+    "l2": SelfRule(objective=l2, chunk=4, chunk_others=4, clip=0.5),
     "adaptive q": SelfRule(adaptive=(*ALL, "q"), chunk=4, chunk_others=4),
-    "some static": SelfRule(adaptive=("v", "alpha"), objective="l2", chunk=4, chunk_others=4),
+    "some static": SelfRule(adaptive=("v", "alpha"), objective=l2, chunk=4, chunk_others=4),
     "stage 1 by gradient descent": SelfRule(
-        adaptive=(), own_values=False, objective="l2", erase=False, chunk=4, chunk_others=4
+        adaptive=(), own_values=False, objective=l2, erase=False, chunk=4, chunk_others=4
     ),
-    "no erase": SelfRule(erase=False, objective="l2", chunk=4, chunk_others=4),
+    "no erase": SelfRule(erase=False, objective=l2, chunk=4, chunk_others=4),
     "negative": SelfRule(rate_max=2.0, chunk=4, chunk_others=4),
-    "slow others": SelfRule(chunk=2, chunk_others=6, objective="l2"),
+    "tied": SelfRule(tied=True, retain_max=0.9, chunk=4, chunk_others=4),
+    "tied l2": SelfRule(tied=True, rate_max=2.0, objective=l2, chunk=3, chunk_others=6),
+    "slow others": SelfRule(chunk=2, chunk_others=6, objective=l2),
     "slow memory": SelfRule(chunk=6, chunk_others=3),
     "read at start": SelfRule(chunk=4, chunk_others=4, read_start=True),
-    "token by token": SelfRule(chunk=1, chunk_others=1, objective="l2"),
+    "token by token": SelfRule(chunk=1, chunk_others=1, objective=l2),
 }
 
 
@@ -148,22 +151,22 @@ def test_a_second_derivative_says_what_it_needs():
 
 def test_the_operator_keeps_to_the_rules_of_torch():
     inputs, weights, start = case(RULES["stage 3"], 8, residual=True)
-    parts = (weights.first, start.first, inputs.initial.first, *inputs[: GIVEN - 1])
+    parts = (weights.first, start.first, inputs.initial.first, *inputs[:7])
     for part in parts:
         part.requires_grad_()
-    for keep in (STARTS, TAPES):
-        arguments = (RULES["stage 3"].text, 0, keep, *parts, None)
+    for keep in (STARTS, EVERYTHING):
+        arguments = (*RULES["stage 3"].plain, 0, keep, *parts, None, None)
         torch.library.opcheck(torch.ops.nestling.self_modifying.default, arguments)
 
 
-@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "slow others"])
+@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "tied", "slow others"])
 def test_two_layer_memories(name):
     for tokens, position in ((9, 0), (5, 3)):
         compare(RULES[name], tokens, position, deep=True)
         compare(RULES[name], tokens, position, deep=True, residual=True)
 
 
-@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase"])
+@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "tied"])
 @pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
     compare(RULES[name], 9, 3, momentum=True, deep=deep)
@@ -179,7 +182,7 @@ def test_heads_that_add_beside_heads_that_erase(name, options):
 
 @pytest.mark.parametrize("options", [{}, {"deep": True}, {"momentum": True}, {"residual": True}])
 def test_padding_and_different_positions(options):
-    for name in ("l2", "slow others", "slow memory"):
+    for name in ("l2", "tied", "slow others", "slow memory"):
         compare(RULES[name], 9, 2, valid=True, **options)
         compare(RULES[name], 9, [0, 3, 11], valid=True, **options)
         compare(RULES[name], 10, [5, 3, 0], **options)

@@ -70,7 +70,7 @@ def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = case((2, 2), 45, 6, 4, chunk=4, zeros=True)
     expected = drawn.gradients(backend="naive")
     for size in (1, 250, 500):
-        monkeypatch.setattr("nestling.scan.segments._SEGMENT", size)
+        monkeypatch.setattr("nestling.scan.delta.kernel.SEGMENT", size)
         for recompute in (False, True):
             found = drawn.gradients(backend="chunk", recompute=recompute)
             assert worst(found, expected) < 1e-10

@@ -12,7 +12,7 @@ from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.linear import Gates, LinearConfig
 from nestling.memories.parts import make_shell, whole_number
 from nestling.norm import unit
-from nestling.scan.self_modifying.segment import decays
+from nestling.scan.self_modifying.segment import _decays as decays
 from nestling.tree import state_start
 
 __all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]

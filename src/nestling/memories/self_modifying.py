@@ -16,8 +16,10 @@ from nestling.memories.core import Memory, advance, state_dtype
 from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
-from nestling.scan.self_modifying import project, recall, scan_self_modifying
+from nestling.objectives import dot, l2
+from nestling.scan.self_modifying import scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying.segment import project, recall
 from nestling.tree import state_start, tree_map
 
 __all__ = ["SelfModifying", "SelfModifyingConfig", "SelfModifyingState"]
@@ -88,6 +90,8 @@ class SelfModifyingConfig:
             )
         whole_number("chunk", self.chunk)
         whole_number("chunk_others", self.chunk_others)
+        if self.objective not in ("dot", "l2"):
+            raise ValueError(f"objective must be 'dot' or 'l2'; got {self.objective!r}")
         most = self.rule.rate_max  # (making the rule checks the rest)
         if len(self.rates) != 2 or not all(0 < rate < most for rate in self.rates):
             raise ValueError(f"rates must be two numbers between 0 and {most:g}; got {self.rates}")
@@ -105,7 +109,7 @@ class SelfModifyingConfig:
         """The rule by which all memories of the block learn."""
         return SelfRule(
             adaptive=() if self.steering else self.adaptive,
-            objective=self.objective,
+            objective=l2 if self.objective == "l2" else dot,
             own_values=self.own_values,
             erase=self.erase,
             rate_max=2.0 if self.negative else 1.0,

@@ -11,7 +11,20 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MomentumState", "Read", "Rule", "check_chunk", "check_scan", "compute_dtype", "one_of"]
+from nestling.objectives import dot, l2
+
+__all__ = [
+    "MomentumState",
+    "Read",
+    "Rule",
+    "check_chunk",
+    "check_range",
+    "check_scan",
+    "check_tensor",
+    "compute_dtype",
+    "is_l2",
+    "one_of",
+]
 
 Rule = Literal["dgd", "gd"]
 Read = Literal["after", "before"]
@@ -29,6 +42,15 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         words = ", ".join(repr(word) for word in allowed)
         raise ValueError(f"{name} must be one of {words}; got {value!r}")
+
+
+def is_l2(objective: object) -> bool:
+    """Whether the error is `v - M(x)` (`l2`) rather than `v` (`dot`); rejects anything else."""
+    if objective == l2:
+        return True
+    if objective == dot:
+        return False
+    raise ValueError(f"objective must be nestling.objectives.l2 or dot; got {objective!r}")
 
 
 def check_chunk(chunk: object) -> None:

@@ -1,8 +1,9 @@
 """Once or to any order: which form of the scans a block of code wants.
 
-The fast scans have backward passes written by hand, which autograd cannot differentiate again.
-Inside `any_order()` every scan takes its form in ordinary torch operations instead: the same
-numbers, slower, and differentiable as often as one likes.
+The fast scans have backward passes written by hand, which autograd cannot differentiate again and
+`torch.func` cannot look into. Inside `any_order()`, and under the transforms of `torch.func`, every
+scan takes its form in ordinary torch operations instead: the same numbers, slower, and
+differentiable as often as one likes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def any_order() -> Iterator[None]:
     Attention takes its plain form too, because torch's fused kernels have no second derivative.
     (`torch.nn.attention.sdpa_kernel` would say so for the whole process, other threads included.)
     """
-    before = is_any_order()
+    before = getattr(_here, "on", False)
     _here.on = True
     try:
         with _PlainAttention():
@@ -39,8 +40,10 @@ def any_order() -> Iterator[None]:
 
 
 def is_any_order() -> bool:
-    """Whether we are inside `any_order()`; never in compiled code."""
-    return not torch.compiler.is_compiling() and getattr(_here, "on", False)
+    """Whether we are inside `any_order()` or `torch.func`; never in compiled code."""
+    if torch.compiler.is_compiling():
+        return False
+    return getattr(_here, "on", False) or torch._C._are_functorch_transforms_active()
 
 
 class _PlainAttention(TorchFunctionMode):

@@ -56,9 +56,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestling.scan.blocks import decay, unit_inverse
 from nestling.scan.deep.types import Sigma
-from nestling.scan.segments import Workspace
+from nestling.scan.triangular import decay, unit_inverse
+from nestling.scan.workspace import Workspace
 
 __all__ = [
     "Chunk", "FirstLayer", "Gates", "How", "Reading", "Weights", "Writing", "first_layer", "gates",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nestling.levels import boundaries
 from nestling.objectives import Objective, l2
-from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
-from nestling.scan.deep.types import MLPState, Sigma, check_mlp, is_l2, silu, with_starts
+from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype, is_l2
+from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu, with_starts
 from nestling.scan.delta.naive import scan_naive
 
 __all__ = ["Signals", "clipped", "compose", "mlp_naive", "signals"]

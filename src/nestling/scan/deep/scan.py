@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.objectives import Objective, l2
-from nestling.scan.checks import Read, Rule, compute_dtype
+from nestling.scan.checks import Read, Rule, compute_dtype, is_l2
 from nestling.scan.deep.chunk import (
     Chunk,
     FirstLayer,
@@ -35,7 +35,7 @@ from nestling.scan.deep.chunk import (
 )
 from nestling.scan.deep.chunk import read as read_chunk
 from nestling.scan.deep.naive import compose
-from nestling.scan.deep.types import MLPState, Sigma, check_mlp, is_l2, silu
+from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
 from nestling.scan.orders import is_any_order
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.objectives import Objective, dot, l2
-from nestling.scan.checks import check_chunk, check_range, check_tensor, one_of
+from nestling.objectives import Objective
+from nestling.scan.checks import check_chunk, check_range, check_tensor, is_l2, one_of
 
-__all__ = ["MLPState", "Sigma", "check_mlp", "gelu", "is_l2", "silu", "with_starts"]
+__all__ = ["MLPState", "Sigma", "check_mlp", "gelu", "silu", "with_starts"]
 
 
 class MLPState(NamedTuple):
@@ -69,15 +69,6 @@ gelu = Sigma(
     lambda z, gate: (2.0 - z * z) * _normal(z),
 )
 """`z Phi(z)`."""
-
-
-def is_l2(objective: object) -> bool:
-    """Whether the error is `v - M(x)` (`l2`) rather than `v` (`dot`); rejects anything else."""
-    if objective == l2:
-        return True
-    if objective == dot:
-        return False
-    raise ValueError(f"objective must be nestling.objectives.l2 or dot; got {objective!r}")
 
 
 def check_mlp(

@@ -28,7 +28,7 @@ nothing divides by it. Without momentum H = I, P = G, z = 0 and only `w = u + e`
 G and H are built from products (doubling the block size), never by dividing or subtracting
 logarithms: no ratio exceeds 1, and retain = 0 is as good as any other value.
 
-**Backward, by hand** (`backward.py`, plain rule). Let A = Gr o (Q (nX)^T) with Gr, gr the rows
+**Backward, by hand** (`kernel.py`, plain rule). Let A = Gr o (Q (nX)^T) with Gr, gr the rows
 of G, g that the reads use. Given dY and the adjoint dM_C of the chunk's end,
 
     dw = A^T dY + diag(G_C) (nX) dM_C^T           dR = J^T dw                     (dU = dR)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
-from nestling.scan.delta.backward import backward
 from nestling.scan.delta.chunk import scan_chunk_autograd
-from nestling.scan.delta.forward import Options, Saved, forward
+from nestling.scan.delta.kernel import Options, Saved, backward, forward
 from nestling.scan.delta.naive import run_naive
 
 __all__ = ["scan_chunk"]

@@ -1,5 +1,12 @@
-"""Memories that make their own keys, values, rates and retentions (Eq. 76-93)."""
+"""Memories that make their own keys, values, rates and retentions (Eq. 76-93).
 
-from nestling.scan.self_modifying.dispatch import project, recall, run, scan_self_modifying
+`rule` says how they learn, with the one formula of their gates; `naive` is the equation token by
+token; `kernel` derives and runs the chunked form of matrix memories by hand, forwards and
+backwards; `segment` is the chunked form of everything else in differentiable torch; `op` chooses
+between them and makes torch operators of both.
+"""
 
-__all__ = ["project", "recall", "run", "scan_self_modifying"]
+from nestling.scan.self_modifying.op import scan_self_modifying
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
+
+__all__ = ["Inputs", "SelfRule", "Weights", "scan_self_modifying"]

@@ -1,8 +1,8 @@
 """Self-modifying Titans token by token, as Eq. 83-88 read: the reference for the fast scan.
 
-One sequence and head is one item of the batch `b`; see `rule` for the rest of
-the legend. `step` is the model: everything is taken at the weights `at`, which are the current ones
-in Eq. 83-88 and those at the start of each memory's chunk in Eq. 90.
+One sequence and head is one item of the batch `b`; `rule` has the rest of the legend. `step` is the
+model: everything is taken at the weights `at`, which are the current ones in Eq. 83-88 and those at
+the start of each memory's chunk in Eq. 90.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nestling.norm import unit
-from nestling.scan.self_modifying.rule import (
-    Inputs,
-    SelfRule,
-    Weights,
-    clip,
-    restart,
-    whole,
-)
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, whole
 
 __all__ = ["answer", "errors", "gates", "learn", "project", "recall", "scan_naive", "step"]
 
@@ -67,12 +60,8 @@ def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
         raw.append((token.readout[:, i] * seen).sum(-1) + token.bias[:, i])
         if token.gates is not None:
             raw[i] = raw[i] + token.gates[:, i]
-    retain = rule.retain(raw[1])
-    rate = retain * rule.rate_max * torch.sigmoid(raw[0])
-    if token.valid is not None:
-        rate = torch.where(token.valid, rate, 0.0)
-        retain = torch.where(token.valid, retain, 1.0)
-    return rate, retain
+    found = rule.gates(torch.stack(raw, -1), token.valid)
+    return found.rate, found.log_retain.exp()
 
 
 def errors(
@@ -90,7 +79,7 @@ def errors(
     `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (deviation 6).
     """
     target = unit(answer(whole(at, initial), slot, v)) if rule.own_values else v
-    error = target if rule.objective == "dot" else target - recall(at, slot, k, initial)
+    error = target - recall(at, slot, k, initial) if rule.squared else target
     error = clip(error, rule.clip)
     at = whole(at, initial)
     if at.second is None:
@@ -163,28 +152,9 @@ def scan_naive(
     """
     reads = []
     for t in range(inputs.x.shape[1]):
-        token = _token(inputs, t)
-        start = restart(rule, weights, start, position)
+        token = inputs.at(t)
+        start = rule.begin(weights, start, position)
         y, weights = step(rule, weights, start, token)
         reads.append(y)
         position = position + (1 if token.valid is None else token.valid.long())
-    return torch.stack(reads, 1), weights, restart(rule, weights, start, position)
-
-
-def _token(inputs: Inputs, t: int) -> Inputs:
-    def pick(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part[:, t]
-
-    return Inputs(
-        x=inputs.x[:, t],
-        readout=inputs.readout,
-        bias=inputs.bias,
-        k=pick(inputs.k),
-        v=pick(inputs.v),
-        q=pick(inputs.q),
-        gates=pick(inputs.gates),
-        erase=inputs.erase,
-        theta=pick(inputs.theta),
-        valid=pick(inputs.valid),
-        initial=inputs.initial,
-    )
+    return torch.stack(reads, 1), weights, rule.begin(weights, start, position)

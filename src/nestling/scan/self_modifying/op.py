@@ -1,220 +1,215 @@
-"""The self-modifying scan as one torch operator, in eager and in compiled models.
+"""The self-modifying scan: which form a call takes, and the forms as torch operators.
 
 torch.compile would unroll a scan segment by segment: minutes of compiling, and more for every
 segment. As an operator it is one node of the model's graph, backward pass and recomputation
-included. What runs inside is the loop over segments of `function` (compiling a
-segment by itself was no quicker).
+included; so is the scan in segments, in compiled models only. The rule travels as plain values
+(`SelfRule.plain`).
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nestling.scan.self_modifying.function import (
-    GIVEN,
-    NOTHING,
-    STARTS,
-    TAPES,
-    given_inputs,
-    pieces,
+from nestling.scan.opaque import opaque
+from nestling.scan.orders import is_any_order
+from nestling.scan.self_modifying.kernel import (
+    Run,
+    cut,
+    kept_shapes,
+    one_clock,
+    one_token,
     run_backward,
     run_forward,
 )
-from nestling.scan.self_modifying.kernel import forward
-from nestling.scan.self_modifying.rule import Inputs, SelfRule, take
-from nestling.scan.self_modifying.tape import FLAT, Desk, Piles, restore, slim
+from nestling.scan.self_modifying.rule import PLAIN, Inputs, SelfRule, Weights
+from nestling.scan.self_modifying.segment import scan_segments
 
-__all__ = ["scan_operator"]
+__all__ = ["scan_operator", "scan_self_modifying"]
+
+
+def scan_self_modifying(
+    rule: SelfRule,
+    inputs: Inputs,
+    weights: Weights,
+    start: Weights,
+    position: int | Tensor,
+    recompute: bool = False,
+) -> tuple[Tensor, Weights, Weights]:
+    """Reads [b, T, d], the running weights after the last token, and where their chunks start.
+
+    Eq. 83-88 in the chunked form of Eq. 90. `position` is the number of tokens seen before, one for
+    all items or [b]; `start` the weights at the last multiple of each memory's chunk.
+
+    Matrix memories without momentum, all items at one position, take the kernel by hand; one token
+    of them without gradients (generation) a shorter form of it. All else goes segment by segment
+    through autograd.
+    """
+    matrix = weights.second is None and weights.moved is None and not is_any_order()
+    with torch.autocast(inputs.x.device.type, enabled=False):
+        if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
+            return _one_token(rule, inputs, weights, start, position)
+        if matrix and not isinstance(position, Tensor):
+            y, first, begun = scan_operator(
+                rule, inputs, weights.first, start.first, position, recompute
+            )
+            return y, Weights(first), Weights(begun)
+        if torch.compiler.is_compiling():
+            return _segments_operator(rule, inputs, weights, start, position)
+        return scan_segments(rule, inputs, weights, start, position)
+
+
+def _one_token(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    start = rule.begin(weights, start, position)
+    stack = weights.first.flatten(1, 2)
+    begun = stack if start.first is weights.first else start.first.flatten(1, 2)
+    initial = inputs.initial
+    memories = begun if initial is None else initial.first.flatten(1, 2) + begun
+    y, after = one_token(rule, inputs, stack, begun, memories)
+    weights = Weights(after.view_as(weights.first))
+    step = 1 if inputs.valid is None else inputs.valid.sum(1)
+    return y, weights, rule.begin(weights, start, position + step)
+
+
+RULE = ", ".join(f"{kind} {name}" for name, kind in PLAIN.items())
+"""The rule, in an operator's schema."""
+
+TENSORS = (
+    "Tensor first, Tensor start, Tensor? home, Tensor x, Tensor readout, Tensor bias, Tensor? k,"
+    " Tensor? v, Tensor? q, Tensor? gates, Tensor? share, Tensor? valid"
+)
+"""The weights, where their chunks start, the trained weights they are added to, the inputs."""
+
+NOTHING, STARTS, ALL = range(3)
+"""How much of each segment is kept for the backward pass."""
 
 
 def scan_operator(
     rule: SelfRule, inputs: Inputs, first: Tensor, start: Tensor, position: int, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`function.scan_matrix` without padding, as one node of a graph.
+    """Reads [b, T, d] and both weights [b, N, d, d] after the last token, for one position.
 
-    Where tokens do not fill all segments only their start weights are kept (`recompute`).
+    Padding (`inputs.valid`) must stand behind each item's tokens; the start returned is that of the
+    item's own last chunk.
     """
     home = None if inputs.initial is None else inputs.initial.first
-    given = (first, start, home, *inputs[:GIVEN])
-    derived = any(isinstance(part, Tensor) and part.requires_grad for part in given)
-    ragged = position % rule.segment or inputs.x.shape[1] % rule.segment
-    keep = STARTS if recompute or ragged else TAPES
-    keep = keep if derived and torch.is_grad_enabled() else NOTHING
-    y, after, last, *_ = _scan(rule.text, position, keep, *given)
+    given = (first, start, home, *inputs[:8], inputs.valid)
+    derived = any(part is not None and part.requires_grad for part in given)
+    keep = (STARTS if recompute else ALL) if derived and torch.is_grad_enabled() else NOTHING
+    y, after, last, *_ = _scan(*rule.plain, position, keep, *given)
     return y, after, last
 
 
-@functools.cache
-def _rule(text: str) -> SelfRule:
-    return SelfRule.of(text)
+def _rule(arguments: tuple[Any, ...]) -> SelfRule:
+    adaptive, *rest = arguments[: len(PLAIN)]
+    return SelfRule.of(tuple(adaptive), *rest)
 
 
-@torch.library.custom_op("nestling::self_modifying", mutates_args=())
-def _scan(
-    rule: str,
-    position: int,
-    keep: int,
-    first: Tensor,
-    start: Tensor,
-    home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
-) -> list[Tensor]:
-    """Reads, weights, starts; then what is kept of each segment, [S, ...]: the weights after it,
-    where its chunks start, a slim tape."""
-    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates, erase))
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        piles = Piles(len(list(pieces(how, position, x.shape[1]))), first)
-        shelf = piles if keep == TAPES else None
-        run = run_forward(how, position, inputs, first, start, home, keep, shelf)
-        apart = not _one_clock(how, position)
-        for row, (stack, begun, *taped) in enumerate(run.kept):
-            if row:
-                piles.put(row - 1, "after", stack)
-            if apart:
-                piles.put(row, "begun", stack if begun is None else begun)
-            if taped:
-                for name, part in zip(FLAT, slim(how, taped), strict=True):
-                    piles.put(row, name, part)
-        kept: list[Tensor] = []
-        if keep:
-            piles.put(len(run.kept) - 1, "after", run.stack)
-            kept = [piles.get(name) for name in ("after", "begun", *(FLAT if shelf else ()))]
-        ends = run.stack.reshape(first.shape).clone(), run.last.reshape(start.shape).clone()
-        return [run.y, *ends, *kept]
+def _inputs(tensors: tuple[Any, ...]) -> Inputs:
+    """The inputs among `TENSORS`."""
+    *given, valid = tensors[3:]
+    return Inputs(*given)._replace(valid=valid)
 
 
-def _one_clock(rule: SelfRule, position: int) -> bool:
-    """Whether all chunks of a call begin with its segments, so that starts are the weights."""
-    return len(set(rule.chunks)) == 1 and position % rule.segment == 0
+@torch.library.custom_op(
+    "nestling::self_modifying",
+    mutates_args=(),
+    schema=f"({RULE}, int position, int keep, {TENSORS}) -> Tensor[]",
+)
+def _scan(*arguments: Any) -> list[Tensor]:
+    """Reads, weights, starts; then what is kept of all segments, in the order of `Run`."""
+    rule = _rule(arguments)
+    position, keep, *tensors = arguments[len(PLAIN) :]
+    first, start, home = tensors[:3]
+    with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+        run = run_forward(
+            rule, position, _inputs(tuple(tensors)), first, start, home,
+            starts=keep > NOTHING, all_kept=keep == ALL,
+        )  # fmt: skip
+        ends = run.stack.reshape(first.shape).clone(), run.last.reshape(first.shape).clone()
+    kept = [] if keep == NOTHING else [run.stacks, run.starts, *run.kept.values()]
+    return [run.y, *ends, *kept]
 
 
 @_scan.register_fake
-def _(
-    rule: str,
-    position: int,
-    keep: int,
-    first: Tensor,
-    start: Tensor,
-    home: Tensor | None,
-    *given: Tensor | None,
-) -> list[Tensor]:
-    how, inputs = _rule(rule), given_inputs(given)
-    x = inputs.x
+def _(*arguments: Any) -> list[Tensor]:
+    rule = _rule(arguments)
+    position, keep, first, _, _, x, *_ = arguments[len(PLAIN) :]
     b, total, d = x.shape
-    many = (position % how.segment + total + how.segment - 1) // how.segment
-    stack = first.reshape(b, -1, d)
-    kept: list[Tensor | None] = []
-    if keep:
-        kept = [stack, None if _one_clock(how, position) else stack]
-    if keep == TAPES:  # one segment tells the shapes of all
-        part = take(inputs, slice(0, how.segment))
-        _, tape = forward(how, part, stack, stack, stack, Desk(how.segment, stack))
-        kept += slim(how, tape.flat())
-    piles = [x.new_empty(0) if p is None else p.new_empty(many, *p.shape) for p in kept]
-    ends = (first.new_empty(first.shape), first.new_empty(first.shape))
-    return [x.new_empty(b, total, d), *ends, *piles]
+    made = [torch.empty_like(x), torch.empty_like(first), torch.empty_like(first)]
+    if keep == NOTHING:
+        return made
+    sizes = [s.tokens.stop - s.tokens.start for s in cut(rule, position, total)]
+    stacks = first.new_empty(len(sizes), b, first.shape[1] * d, d)
+    made += [stacks, first.new_empty(0) if one_clock(rule, position) else torch.empty_like(stacks)]
+    if keep == ALL:
+        shapes = kept_shapes(rule, b, max(sizes), d).values()
+        made += [first.new_empty(len(sizes), math.prod(shape)) for shape in shapes]
+    return made
 
 
-@torch.library.custom_op("nestling::self_modifying_backward", mutates_args=())
-def _scan_backward(
-    rule: str,
-    position: int,
-    dy: Tensor,
-    dfirst: Tensor | None,
-    dstart: Tensor | None,
-    first: Tensor,
-    home: Tensor | None,
-    x: Tensor,
-    readout: Tensor,
-    bias: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor | None,
-    gates: Tensor | None,
-    erase: Tensor | None,
-    y: Tensor,
-    kept: list[Tensor],
-) -> list[Tensor]:
-    """Gradients of first, start, home and the inputs; empty where there is nothing to derive."""
-    how, inputs = _rule(rule), given_inputs((x, readout, bias, k, v, q, gates, erase))
-    b, total, d = x.shape
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        stacks, starts, *tapes = kept
-        stack = first.reshape(b, -1, d)
-        segments: list[list[Tensor | None]] = []
-        for i, piece in enumerate(pieces(how, position, total)):
-            begun = None if all(piece.fresh) else starts[i]
-            taped: list[Tensor | None] = []
-            if tapes:
-                some = [pile[i] if pile.numel() else None for pile in tapes]
-                part, reads = take(inputs, piece.tokens), y[:, piece.tokens]
-                taped = restore(some, part, reads, _values(how, some))
-            segments.append([stack, begun, *taped])
-            stack = stacks[i]
-        ends = [torch.zeros_like(first) if grad is None else grad for grad in (dfirst, dstart)]
-        dstack, dbegun, dhome, grads = run_backward(
-            how, position, inputs, home, stack, segments, dy, ends[0], ends[1]
-        )
+@torch.library.custom_op(
+    "nestling::self_modifying_backward",
+    mutates_args=(),
+    schema=f"({RULE}, int position, {TENSORS}, Tensor[] made, Tensor? dy,"
+    " Tensor? dfirst, Tensor? dstart) -> Tensor[]",
+)
+def _scan_backward(*arguments: Any) -> list[Tensor]:
+    """Gradients of `TENSORS`; empty where there is nothing to derive."""
+    rule = _rule(arguments)
+    position, *tensors, made, dy, dfirst, dstart = arguments[len(PLAIN) :]
+    first, _, home = tensors[:3]
+    y, stacks, starts, *rest = made
+    b, total, d = y.shape
+    size = max(s.tokens.stop - s.tokens.start for s in cut(rule, position, total))
+    kept = dict(zip(kept_shapes(rule, b, size, d), rest, strict=True)) if rest else {}
+    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+        dweights, dbegun, dhome, dinputs = run_backward(
+            rule, position, _inputs(tuple(tensors)), first, home,
+            Run(y, stacks[-1], y, stacks, starts, kept),
+            torch.zeros_like(first) if dfirst is None else dfirst,
+            torch.zeros_like(first) if dstart is None else dstart,
+            torch.zeros_like(y) if dy is None else dy,
+        )  # fmt: skip
     shape = first.shape
-    found = [dstack.reshape(shape), dbegun.reshape(shape)]
-    found.append(x.new_empty(0) if dhome is None else dhome.reshape(shape))
-    return found + [x.new_empty(0) if grad is None else grad for grad in grads]
+    found = [dweights.reshape(shape).clone(), dbegun.reshape(shape)]
+    found += [_or_empty(None if dhome is None else dhome.reshape(shape), y)]
+    return found + [_or_empty(part, y) for part in (*dinputs, None, None)]
 
 
-def _values(rule: SelfRule, flat: list[Tensor | None]) -> Tensor:
-    """What a segment's memories learn, [b, C, N, d], from its tape."""
-    kv, own = (flat[FLAT.index(name)] for name in ("kv", "own"))
-    if own is not None:
-        return own
-    if kv is None:
-        raise AssertionError("unreachable: keys and values are on every tape")
-    return kv[:, kv.shape[1] // 2 :].unsqueeze(2).expand(-1, -1, len(rule.names), -1)
+def _or_empty(part: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if part is None else part
 
 
 @_scan_backward.register_fake
-def _(
-    rule: str,
-    position: int,
-    dy: Tensor,
-    dfirst: Tensor | None,
-    dstart: Tensor | None,
-    first: Tensor,
-    home: Tensor | None,
-    *rest: Any,
-) -> list[Tensor]:
-    *derived, _ = rest[:GIVEN]  # (all but what is erased)
-    like = (first, first, None if home is None else first, *derived, None)
-    return [dy.new_empty(0) if part is None else torch.empty_like(part) for part in like]
+def _(*arguments: Any) -> list[Tensor]:
+    _, *tensors, made, _, _, _ = arguments[len(PLAIN) :]
+    derived = (*tensors[:10], None, None)  # (neither what is erased nor what is valid)
+    return [
+        _or_empty(None if part is None else torch.empty_like(part), made[0]) for part in derived
+    ]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    rule, position, _, first, _, *given = inputs
-    ctx.save_for_backward(first, *given, output[0], *output[3:])
-    ctx.rule, ctx.position, ctx.given = rule, position, 1 + len(given)
+    ctx.plain = inputs[: len(PLAIN) + 1]
+    tensors = inputs[len(PLAIN) + 2 :]
+    ctx.save_for_backward(*tensors, output[0], *output[3:])
+    ctx.given = len(tensors)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    dy, dfirst, dstart, *_ = grads
     saved = ctx.saved_tensors  # (once: checkpointing unpacks no tensor twice)
-    given, (y, *kept) = saved[: ctx.given], saved[ctx.given :]
-    if dy is None:
-        dy = torch.zeros_like(y)
-    found = _scan_backward(ctx.rule, ctx.position, dy, dfirst, dstart, *given, y, list(kept))
-    wanted = ctx.needs_input_grad[3:]
+    given, made = saved[: ctx.given], saved[ctx.given :]
+    found = _scan_backward(*ctx.plain, *given, list(made), *grads[:3])
+    wanted = ctx.needs_input_grad[len(PLAIN) + 2 :]
     shown = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return (None, None, None, *shown)
+    return (*(None for _ in range(len(PLAIN) + 2)), *shown)
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:
@@ -226,3 +221,52 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 _scan.register_autograd(_backward, setup_context=_setup)
 _scan_backward.register_autograd(_refuse)
+
+
+def _segments_operator(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int | Tensor
+) -> tuple[Tensor, Weights, Weights]:
+    """`scan_segments` as one node of a graph."""
+    apart = position if isinstance(position, Tensor) else None
+    moved = weights.moved or ()
+    initial = inputs.initial or (None, None)
+    y, *made = _segments(
+        *rule.plain, 0 if isinstance(position, Tensor) else position, apart, *weights[:2],
+        *start[:2], *moved, *(None for _ in range(2 - len(moved))), *inputs[:10], *initial[:2],
+    )  # fmt: skip
+    deep = weights.second is not None
+    parts = iter(made)
+    ends = [Weights(next(parts), next(parts) if deep else None) for _ in range(2)]
+    return y, ends[0]._replace(moved=tuple(parts) or None), ends[1]
+
+
+def _run_segments(plain: Any, tensors: Any) -> list[Tensor]:
+    *rule, position = plain
+    apart, first, second, first0, second0, *rest = tensors
+    moved = tuple(part for part in rest[:2] if part is not None) or None
+    initial = None if rest[12] is None else Weights(*rest[12:14])
+    y, weights, start = scan_segments(
+        _rule(tuple(rule)),
+        Inputs(*rest[2:12])._replace(initial=initial),
+        Weights(first, second, moved),
+        Weights(first0, second0),
+        position if apart is None else apart,
+    )
+    made = (y, *weights[:2], *start[:2], *(weights.moved or ()))
+    return [part for part in made if part is not None]
+
+
+def _fake_segments(plain: Any, tensors: Any) -> list[Tensor]:
+    _, first, second, first0, second0, moved1, moved2, x, *_ = tensors
+    made = (x, first, second, first0, second0, moved1, moved2)
+    return [torch.empty_like(part) for part in made if part is not None]
+
+
+_segments = opaque(
+    "self_modifying_segments",
+    [*RULE.split(", "), "int position"],
+    "apart first second first0 second0 moved1 moved2 x readout bias k v q gates share theta valid"
+    " initial1 initial2".split(),
+    _run_segments,
+    _fake_segments,
+)

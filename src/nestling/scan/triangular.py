@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.scan.segments import Workspace
+from nestling.scan.workspace import Workspace
 
 __all__ = ["decay", "unit_inverse"]
 

@@ -1,0 +1,379 @@
+"""The chunked scan by hand, forwards and backwards: plain rule, all chunks of a segment at once but
+for the recurrence.
+
+`chunk.py` derives every line and has the names. M = sequences, C = tokens of a chunk,
+Q = chunks * M, Di and Do = inputs and outputs of the memory; `dT` stands for the gradient of the
+loss by T. A segment is some chunks of all sequences; inside it tensors are laid out chunk after
+chunk, `[Q, C, ...]`: the recurrence walks over contiguous slices, everything else is one batched
+operation over Q.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.scan.triangular import decay, unit_inverse
+from nestling.scan.workspace import Workspace
+
+__all__ = ["Gradients", "Options", "Saved", "backward", "forward"]
+
+SEGMENT = 1 << 18
+"""Numbers in one tensor of a segment on a CPU (1 MB in float32): enough work to hide the cost of a
+call, and a dozen such tensors stay in cache, so the time per token does not grow with the sequence.
+Other devices want few large launches: there a segment is all whole chunks."""
+
+
+class Segment(NamedTuple):
+    """Tokens `[start, stop)`: `chunks` chunks of `size` tokens, the first being chunk `first`."""
+
+    start: int
+    stop: int
+    first: int
+    chunks: int
+    size: int
+
+    def cut(self, tensor: Tensor, name: str, work: Workspace) -> Tensor:
+        """`[M, T, ...]` -> this segment, chunk after chunk `[Q, C, ...]`; a view if it can be."""
+        part = tensor[:, self.start : self.stop]
+        if self.chunks == 1 and part.dtype == work.dtype:
+            return part
+        part = part.unflatten(1, (self.chunks, self.size)).transpose(0, 1)
+        copy = work(name, *part.shape)
+        return copy.copy_(part).flatten(0, 1)
+
+    def paste(self, part: Tensor, tensor: Tensor) -> None:
+        """The inverse of `cut`: write `[Q, C, ...]` into `tensor[:, start:stop]`."""
+        whole = tensor[:, self.start : self.stop].unflatten(1, (self.chunks, self.size))
+        whole.copy_(part.unflatten(0, (self.chunks, -1)).transpose(0, 1))
+
+    def stored(self, flat: Tensor, sequences: int, width: int, columns: int) -> Tensor:
+        """This segment's part of a flat store `[T * M * width]`, as `[Q, C, columns]`."""
+        shape = (self.chunks * sequences, self.size, columns)
+        return flat.narrow(0, self.start * sequences * width, math.prod(shape)).view(shape)
+
+
+def segments(x: Tensor, width: int, chunk: int) -> Iterator[Segment]:
+    """Cut x [M, T, ...] into segments of whole chunks, and one shorter chunk where T is ragged."""
+    sequences, tokens = x.shape[:2]
+    whole = tokens // chunk
+    step = max(1, whole)
+    if x.device.type == "cpu":
+        step = max(1, SEGMENT // max(1, sequences * chunk * width))
+    for first in range(0, whole, step):
+        count = min(step, whole - first)
+        yield Segment(first * chunk, (first + count) * chunk, first, count, chunk)
+    if tokens % chunk:
+        yield Segment(whole * chunk, tokens, whole, 1, tokens % chunk)
+
+
+class Options(NamedTuple):
+    """What the kernel is asked to do."""
+
+    erase: bool  # dgd; False is gd
+    after: bool  # reads see their own token's write
+    chunk: int
+    recompute: bool  # keep only the chunks' start states for the backward pass
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, in the compute dtype."""
+
+    starts: Tensor  # [chunks + 1, M, Do, Di] memory at the start of every chunk, and at the end
+    errors: Tensor  # [T * M * Do] surprises, chunk after chunk; empty when recomputed or gd
+    inverse: Tensor  # [T * M * C] inverses (I + L)^{-1}, likewise
+
+
+class Parts(NamedTuple):
+    """Everything of a segment that does not depend on the memory."""
+
+    g: Tensor  # [Q, C + 1] running products of retain
+    G: Tensor  # [Q, C + 1, C] their ratios
+    x: Tensor  # [Q, C, Di]
+    scaled: Tensor  # [Q, C, Di] rate_s x_s
+    last: Tensor  # [Q, C, Di] scaled, decayed to the end of the chunk
+    seen: Tensor  # [Q, C, Di] g_{t-1} x_t; empty for gd
+    gram: Tensor  # [Q, C, C] x_t . scaled_s; empty for gd
+
+
+def _prepare(x: Tensor, rate: Tensor, retain: Tensor, erase: bool, work: Workspace) -> Parts:
+    """The parts of a segment, from x `[Q, C, Di]` and gates `[Q, C]`."""
+    g, G = decay(retain, work)
+    batch, size, _ = x.shape
+    scaled = torch.mul(x, rate.unsqueeze(-1), out=work("scaled", *x.shape))
+    last = torch.mul(scaled, G[:, -1].unsqueeze(-1), out=work("last", *x.shape))
+    if not erase:
+        return Parts(g, G, x, scaled, last, x[:, :0], x[:, :0])
+    seen = torch.mul(x, g[:, :-1].unsqueeze(-1), out=work("seen", *x.shape))
+    gram = torch.bmm(x, scaled.mT, out=work("gram", batch, size, size))
+    return Parts(g, G, x, scaled, last, seen, gram)
+
+
+def _solve(parts: Parts, out: Tensor, work: Workspace) -> Tensor:
+    """`(I + L)^{-1}` of every chunk, `L_ts = rate_s (g_{t-1} / g_s) x_t . x_s`, into `out`."""
+    lower = torch.mul(parts.gram, parts.G[:, :-1], out=work("lower", *parts.gram.shape))
+    return unit_inverse(lower, out, work)
+
+
+def _rows_read(parts: Parts, after: bool) -> tuple[Tensor, Tensor]:
+    """What reads weigh writes and the start state by: rows of G `[Q, C, C]` and g `[Q, C, 1]`."""
+    rows = slice(1, None) if after else slice(None, -1)
+    return parts.G[:, rows], parts.g[:, rows].unsqueeze(-1)
+
+
+def forward(
+    state: Tensor,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor,
+    retain: Tensor,
+    queries: Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Saved]:
+    """Reads `[M, T, Do]` in the queries' dtype, and what backward needs; the end state is last."""
+    (sequences, tokens, inner), out = x.shape, u.shape[-1]
+    erase, chunk = options.erase, options.chunk
+    work = Workspace(x, dtype)
+    starts = x.new_empty((-(-tokens // chunk) + 1, *state.shape), dtype=dtype)
+    starts[0] = state
+    keep = sequences * tokens if erase and not options.recompute else 0
+    errors = x.new_empty(keep * out, dtype=dtype)
+    inverse = x.new_zeros(keep * chunk, dtype=dtype)
+    reads = None if queries is None else queries.new_empty(sequences, tokens, out)
+    for seg in segments(x, max(inner, out, chunk), chunk):
+        gates = (seg.cut(rate, "rate", work), seg.cut(retain, "retain", work))
+        parts = _prepare(seg.cut(x, "x", work), *gates, erase, work)
+        memory = starts[seg.first : seg.first + seg.chunks + 1]
+        w = seg.cut(u, "u", work)
+        if erase:
+            shape, square = (*parts.x.shape[:2], out), (parts.x.shape[0], seg.size, seg.size)
+            if keep:
+                solved = _solve(parts, seg.stored(inverse, sequences, chunk, seg.size), work)
+                w = _recur(parts, solved, w, memory, seg.stored(errors, sequences, out, out), work)
+            else:
+                solved = _solve(parts, work.zeros("solved", *square), work)
+                w = _recur(parts, solved, w, memory, work("errors", *shape), work)
+        else:
+            _accumulate(parts, w, memory)
+        if queries is not None and reads is not None:
+            q = seg.cut(queries, "q", work)
+            seg.paste(_read(parts, q, w, memory[:-1].flatten(0, 1), options.after, work), reads)
+    return reads, Saved(starts, errors, inverse)
+
+
+def _accumulate(parts: Parts, u: Tensor, memory: Tensor) -> None:
+    """gd: the errors are the targets; fills `memory[1:]` from `memory[0]`."""
+    count, sequences = memory.shape[0] - 1, memory.shape[1]
+    torch.bmm(u.mT, parts.last, out=memory[1:].view(-1, *memory.shape[2:]))
+    ends = parts.g[:, -1, None, None].unflatten(0, (count, sequences)).unbind(0)
+    steps = memory.unbind(0)
+    for i in range(count):
+        steps[i + 1].addcmul_(steps[i], ends[i])
+
+
+def _recur(
+    parts: Parts, solved: Tensor, u: Tensor, memory: Tensor, errors: Tensor, work: Workspace
+) -> Tensor:
+    """dgd: walk over the chunks; fills `errors` `[Q, C, Do]` and `memory[1:]` from `memory[0]`."""
+    pieces = (memory.shape[0] - 1, memory.shape[1])
+    ends = parts.g[:, -1, None, None].unflatten(0, pieces).unbind(0)
+    last, seen, inverse, given, w = (
+        tensor.unflatten(0, pieces).unbind(0)
+        for tensor in (parts.last, parts.seen, solved, u, errors)
+    )
+    steps = memory.unbind(0)
+    surprise = work("surprise", *w[0].shape)
+    for i in range(pieces[0]):
+        torch.baddbmm(given[i], seen[i], steps[i].mT, alpha=-1, out=surprise)
+        torch.bmm(inverse[i], surprise, out=w[i])
+        torch.mul(steps[i], ends[i], out=steps[i + 1])
+        steps[i + 1].baddbmm_(w[i].mT, last[i])
+    return errors
+
+
+def _read(
+    parts: Parts, q: Tensor, w: Tensor, starts: Tensor, after: bool, work: Workspace
+) -> Tensor:
+    ratios, g = _rows_read(parts, after)
+    scores = torch.bmm(q, parts.scaled.mT, out=work("scores", *ratios.shape)).mul_(ratios)
+    reads = torch.bmm(scores, w, out=work("reads", *w.shape))
+    asked = torch.mul(q, g, out=work("asked", *q.shape))
+    return reads.baddbmm_(asked, starts.mT)
+
+
+class Gradients(NamedTuple):
+    """One gradient per input, in the input's dtype."""
+
+    state: Tensor
+    x: Tensor
+    u: Tensor
+    rate: Tensor
+    retain: Tensor | None
+    queries: Tensor | None
+
+
+class Reader(NamedTuple):
+    """The reads' side of a segment."""
+
+    q: Tensor  # [Q, C, Di]
+    dY: Tensor  # [Q, C, Do]
+    ratios: Tensor  # [Q, C, C] rows of G
+    g: Tensor  # [Q, C, 1]
+    gram: Tensor  # [Q, C, C] q_t . scaled_s
+    after: bool
+
+
+def backward(
+    dreads: Tensor | None,
+    dstate: Tensor,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor,
+    retain: Tensor,
+    queries: Tensor | None,
+    saved: Saved,
+    options: Options,
+    need_retain: bool,
+) -> Gradients:
+    """Gradients from those of the reads and of the end state, last segment first."""
+    inner, out = x.shape[-1], u.shape[-1]
+    work = Workspace(x, saved.starts.dtype)
+    dx, du, drate = torch.empty_like(x), torch.empty_like(u), torch.empty_like(rate)
+    dretain = torch.empty_like(retain) if need_retain else None
+    dq = None
+    if queries is not None:
+        dq = torch.zeros_like(queries) if dreads is None else torch.empty_like(queries)
+    dM = dstate.to(work.dtype)
+    todo = list(segments(x, max(inner, out, options.chunk), options.chunk))
+    for seg in reversed(todo):
+        eta, alpha = seg.cut(rate, "rate", work), seg.cut(retain, "retain", work)
+        parts = _prepare(seg.cut(x, "x", work), eta, alpha, options.erase, work)
+        starts = saved.starts[seg.first : seg.first + seg.chunks].flatten(0, 1)
+        w, solved = _again(parts, seg, u, starts, saved, options, work)
+        reader = None
+        if queries is not None and dreads is not None:
+            dY = seg.cut(dreads, "dY", work)
+            reader = _reader(parts, seg.cut(queries, "q", work), dY, options.after, work)
+        dR, dmemory = _recur_back(parts, solved, w, reader, dM, seg.chunks, work)
+        dM = work("dM", *dM.shape).copy_(dmemory[0])
+        dends = dmemory[1:].flatten(0, 1)
+        grads = _gradients(parts, eta, starts, w, dR, dends, reader, need_retain, work)
+        for part, whole in zip((dR, *grads), (du, dx, drate, dretain, dq), strict=True):
+            if part is not None and whole is not None:
+                seg.paste(part, whole)
+    return Gradients(dM.clone(), dx, du, drate, dretain, dq)
+
+
+def _again(
+    parts: Parts, seg: Segment, u: Tensor, starts: Tensor, saved: Saved, options: Options,
+    work: Workspace,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The segment's errors and inverses, from what was saved or once more from the inputs."""
+    sequences, out = saved.starts.shape[1], u.shape[-1]
+    if not options.erase:
+        return seg.cut(u, "u", work), None
+    if not options.recompute:
+        solved = seg.stored(saved.inverse, sequences, options.chunk, seg.size)
+        return seg.stored(saved.errors, sequences, out, out), solved
+    solved = _solve(parts, work.zeros("solved", *parts.gram.shape), work)
+    given = seg.cut(u, "u", work)
+    surprise = work("surprise", *given.shape)
+    torch.baddbmm(given, parts.seen, starts.mT, alpha=-1, out=surprise)
+    return torch.bmm(solved, surprise, out=work("errors", *given.shape)), solved
+
+
+def _reader(parts: Parts, q: Tensor, dY: Tensor, after: bool, work: Workspace) -> Reader:
+    ratios, g = _rows_read(parts, after)
+    gram = torch.bmm(q, parts.scaled.mT, out=work("scores", *ratios.shape))
+    return Reader(q, dY, ratios, g, gram, after)
+
+
+def _recur_back(
+    parts: Parts, solved: Tensor | None, w: Tensor, reader: Reader | None, dM: Tensor, count: int,
+    work: Workspace,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Adjoint of the recurrence: dR `[Q, C, Do]`, and dM at all chunk borders."""
+    pieces = (count, dM.shape[0])
+    dmemory = work("dmemory", count + 1, *dM.shape)
+    dmemory[-1] = dM
+    dw, dR = work("dw", *w.shape), work("dR", *w.shape)
+    if reader is None:
+        dw.zero_()
+        dmemory[:-1].zero_()
+    else:
+        scores = torch.mul(reader.gram, reader.ratios, out=work("lower", *reader.gram.shape))
+        torch.bmm(scores.mT, reader.dY, out=dw)
+        asked = torch.mul(reader.q, reader.g, out=work("asked", *reader.q.shape))
+        torch.bmm(reader.dY.mT, asked, out=dmemory[:-1].view(-1, *dM.shape[1:]))
+    ends = parts.g[:, -1, None, None].unflatten(0, pieces).unbind(0)
+    last, given, total = (t.unflatten(0, pieces).unbind(0) for t in (parts.last, dw, dR))
+    steps = dmemory.unbind(0)
+    if solved is None:
+        for i in reversed(range(count)):
+            steps[i].addcmul_(steps[i + 1], ends[i])
+        return dw.baddbmm_(parts.last, dmemory[1:].flatten(0, 1).mT), dmemory
+    inverse, seen = (t.unflatten(0, pieces).unbind(0) for t in (solved, parts.seen))
+    for i in reversed(range(count)):
+        given[i].baddbmm_(last[i], steps[i + 1].mT)
+        torch.bmm(inverse[i].mT, given[i], out=total[i])
+        steps[i].addcmul_(steps[i + 1], ends[i]).baddbmm_(total[i].mT, seen[i], alpha=-1)
+    return dR, dmemory
+
+
+def _gradients(
+    parts: Parts, rate: Tensor, starts: Tensor, w: Tensor, dR: Tensor, dends: Tensor,
+    reader: Reader | None, need_retain: bool, work: Workspace,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """dx, drate, dretain and dqueries of a segment, all chunks at once."""
+    shape, square = parts.x.shape, parts.G[:, 1:].shape
+    dscaled = torch.bmm(w, dends, out=work("dscaled", *shape))
+    dG, dg = work("dG", *square), work("dg", *square[:2])  # rows t = 1..C
+    if need_retain:
+        dG.zero_()
+        dg.zero_()
+        dG[:, -1] = _dot(dscaled, parts.scaled, work)
+        dg[:, -1] = _dot(dends.flatten(1), starts.flatten(1), work)
+    dscaled.mul_(parts.G[:, -1].unsqueeze(-1))
+    dx, dq = work("dx", *shape), None
+    if reader is not None:
+        dA = torch.bmm(reader.dY, w.mT, out=work("dA", *square))
+        dq = torch.bmm(reader.dY, starts, out=work("dq", *shape))
+        if need_retain:
+            skip = 0 if reader.after else 1
+            kept = slice(None, square[1] - skip)
+            dG[:, kept].addcmul_(dA[:, skip:], reader.gram[:, skip:])
+            dg[:, kept] += _dot(dq, reader.q, work)[:, skip:]
+        dA.mul_(reader.ratios)
+        dq.mul_(reader.g).baddbmm_(dA, parts.scaled)
+        dscaled.baddbmm_(dA.mT, reader.q)
+    if parts.gram.shape[1]:
+        dL = torch.bmm(dR, w.mT, out=work("dA", *square))  # minus dL, and minus dseen below
+        torch.bmm(dR, starts, out=dx)
+        if need_retain:
+            dG[:, :-1].addcmul_(dL[:, 1:], parts.gram[:, 1:], value=-1)
+            dg[:, :-1] -= _dot(dx, parts.x, work)[:, 1:]
+        dL.mul_(parts.G[:, :-1])
+        dx.mul_(parts.g[:, :-1].unsqueeze(-1)).baddbmm_(dL, parts.scaled, beta=-1, alpha=-1)
+        dscaled.baddbmm_(dL.mT, parts.x, alpha=-1)
+        dx.addcmul_(dscaled, rate.unsqueeze(-1))
+    else:
+        torch.mul(dscaled, rate.unsqueeze(-1), out=dx)
+    drate = _dot(dscaled, parts.x, work)
+    dretain = _decay_back(parts, dG, dg, work) if need_retain else None
+    return dx, drate, dretain, dq
+
+
+def _decay_back(parts: Parts, dG: Tensor, dg: Tensor, work: Workspace) -> Tensor:
+    """`dretain_r = sum_{t >= r} G_tr (sum_{s < r} dG_ts G_{r-1,s} + dg_t g_{r-1})`: no division."""
+    later = parts.G[:, 1:].mT  # row r, column t: G_tr
+    sums = _dot(torch.bmm(later, dG, out=work("dA", *dG.shape)), parts.G[:, :-1], work)
+    return sums.addcmul_(torch.bmm(later, dg.unsqueeze(-1)).squeeze(-1), parts.g[:, :-1])
+
+
+def _dot(left: Tensor, right: Tensor, work: Workspace) -> Tensor:
+    return torch.mul(left, right, out=work("dot", *left.shape)).sum(-1)
