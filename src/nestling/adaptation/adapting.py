@@ -36,7 +36,7 @@ RULES: dict[str, Callable[[], Rule]] = {
 }
 """Rules by name; any other is given as a `Rule`."""
 
-CHUNKS = (64, 512, 4096)
+CHUNKS = (64, 512)
 BUDGET = 4e-5
 """What one natural step of rate 1 may cost of what the model says by itself, in nats per token."""
 

@@ -52,7 +52,7 @@ SHORT = ((1024, 4), (4096, 2))
 """(tokens, passes): a text of at most so many tokens is read so many times."""
 
 UNDO = 2
-"""So many texts can be undone: the last ones."""
+"""So many texts can be undone: the last ones. Each takes half of what the levels take."""
 
 PROBE, PROBES = 64, 8
 """Tokens kept of every text to see whether later ones spoil it, and of how many texts."""

@@ -79,7 +79,7 @@ def model_metric(engine: Engine, budget: float) -> Metric:
 
 
 def measure_metric(
-    engine: Engine, texts: Tensor, *, budget: float, size: int = 128, damping: float = DAMPING
+    engine: Engine, texts: Tensor, *, budget: float, size: int = 512, damping: float = DAMPING
 ) -> Metric:
     """The metric of a model by its own `texts` [rows, length] (`own_text.sample_text`)."""
     model: Any = engine.model

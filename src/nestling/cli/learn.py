@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--from", dest="files", nargs="+", default=[], metavar="FILE", type=Path)
     made.add_argument("--memory", required=True, type=Path, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
-    new.add_argument("--levels", help="tokens between updates, fastest first (64,512,4096)")
+    new.add_argument("--levels", help="tokens between updates, fastest first (64,512)")
     new.add_argument("--rate", help="for all levels, or one each (natural steps: 1)")
     new.add_argument("--rule", help="natural (default), gd, momentum, adam, dgd, muon, m3, ...")
     new.add_argument("--retain", help="what a level keeps at each update (default 1)")
@@ -50,6 +50,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--passes", type=int, help="how often each text is read (short ones: 4)")
     new.add_argument("--context", type=int, help="the model's own context, in tokens")
     made.add_argument("--limit", type=float, default=1.0, help="drift of a level at most (1)")
+    made.add_argument(
+        "--forget",
+        type=float,
+        default=1.0,
+        help="a text is refused if it raises the loss on earlier ones by more (1 nat per token)",
+    )
     made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
     made.add_argument("--save-every", type=int, default=16384, metavar="TOKENS")
     made.add_argument("--out", type=Path, help="timeline of all levels, .html or .svg")
@@ -74,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments.memory, settings)
     elif not texts:
         raise ValueError(f"{arguments.memory}: no memory there; --from FILE makes one")
-    limits = Limits(drift=arguments.limit)
+    limits = Limits(drift=arguments.limit, forget=arguments.forget)
     keep_memory()
     model, tokenizer = load(arguments.model)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
