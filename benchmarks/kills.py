@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 import nestling.models
-import nestling.train.loop  # noqa: F401  (what a child needs is imported before it is forked)
+import nestling.train.trainer  # noqa: F401  (what a child needs is imported before it is forked)
 from nestling.cli import main as main_command
 
 CHANGES = [

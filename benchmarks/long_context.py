@@ -21,7 +21,7 @@ from nestling.evaluate import babilong, ruler
 from nestling.evaluate.samples import PLAIN_WORDS, Books, Sample, parse_lengths
 from nestling.evaluate.suites import Data, answer, samples
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
-from nestling.train.chronicle import chronicles
+from nestling.train.builtin_text import chronicles
 
 STORY = babilong.Story(("Mary went to the office.",), "Where is Mary?", "office")
 TASKS = [

@@ -18,12 +18,11 @@ import torch
 from common import verdict
 
 from nestling.host import keep_memory
+from nestling.train.distributed import World
 from nestling.train.optimizers import build
-from nestling.train.recipe import changed
-from nestling.train.recipes import get
-from nestling.train.setup import load_data, make_batches, make_model
+from nestling.train.recipe import changed, get_recipe
 from nestling.train.step import loss_sum
-from nestling.train.world import World
+from nestling.train.trainer import load_data, make_batches, make_model
 
 STEPS = 30  # the loop logs every 10; both arms count the better of the last two tens
 CHANGES = [
@@ -39,7 +38,7 @@ CHANGES = [
 
 def bare(cache: str) -> float:
     """Seconds per step of forward, backward, clipping and AdamW in a plain loop."""
-    recipe = changed(get("tiny"), [*CHANGES, f"data.cache={cache}"])
+    recipe = changed(get_recipe("tiny"), [*CHANGES, f"data.cache={cache}"])
     encoder, train, _ = load_data(recipe, World())
     keep_memory()
     model, batches = make_model(recipe, encoder), make_batches(recipe, train)
@@ -48,7 +47,7 @@ def bare(cache: str) -> float:
     for step in range(STEPS):
         batch = batches(step)
         begin = time.perf_counter()
-        loss, _ = loss_sum(model, batch)
+        loss, _ = loss_sum(model, batch, torch.device("cpu"))
         (loss / batch.targets.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -307,7 +307,10 @@ def _blocks(header: bytes, tensors: Iterator[Tensor]) -> Iterator[bytes | memory
 
 
 class TensorFile:
-    """A safetensors file opened for reading: shapes first, then any rows of any tensor."""
+    """A safetensors file to read from: shapes first, then any rows of any tensor.
+
+    Closed, it can still be read: the file is opened again for each tensor.
+    """
 
     def __init__(self, path: Path, limit: int = TENSOR_LIMIT, size: int | None = None) -> None:
         self.path = path
@@ -327,7 +330,21 @@ class TensorFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         self._file.close()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        if not self._file.closed:
+            yield self._file
+            return
+        with open_regular(self.path) as file:
+            if os.fstat(file.fileno()).st_size != self.size:
+                raise BrokenFileError(f"{self.path}: it was changed while it was read")
+            yield file
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -359,13 +376,14 @@ class TensorFile:
             shape = (stop - start, *shape[1:])
         tensor = torch.empty(shape, dtype=dtype)
         if tensor.numel():
-            self._file.seek(offset)
-            wanted, done = _bytes_of(tensor), 0
-            while done < len(wanted):
-                got = self._file.readinto(wanted[done : done + BLOCK])  # type: ignore[attr-defined]
-                if not got:
-                    raise BrokenFileError(f"{self.path}: ends inside {name}")
-                done += got
+            with self._opened() as file:
+                file.seek(offset)
+                wanted, done = _bytes_of(tensor), 0
+                while done < len(wanted):
+                    got = file.readinto(wanted[done : done + BLOCK])
+                    if not got:
+                        raise BrokenFileError(f"{self.path}: ends inside {name}")
+                    done += got
         return tensor
 
     def _entry(self, name: str) -> tuple[torch.dtype, tuple[int, ...], int]:

@@ -1,11 +1,14 @@
-"""The machine a process runs on: keeping memory that was paid for once."""
+"""The machine a process runs on: its memory, and whether its bf16 products are worth it."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import subprocess
+import sys
+from functools import cache
 
-__all__ = ["keep_memory"]
+__all__ = ["bf16_speed", "keep_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
@@ -22,3 +25,33 @@ def keep_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+_MEASURE = """
+import time, torch
+def seconds(dtype):
+    a, b = (torch.randn(384, 384).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(12):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    return best
+print(seconds(torch.float32) / seconds(torch.bfloat16))
+"""
+
+
+@cache
+def bf16_speed() -> float | None:
+    """How many times as fast as float32 this CPU multiplies bf16 matrices; None if it cannot.
+
+    Measured once, in a process of its own: where the kernel or a sandbox does not allow the units
+    that the library chooses (AMX), the first product ends the process.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _MEASURE], capture_output=True, text=True, timeout=120
+        )
+        return float(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None

@@ -90,7 +90,7 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
             return Base(name=label, text=_lines(data), **_saved(folder / "model"))
         except RuntimeError:  # weights of another version of the model
             shutil.rmtree(folder)
-    from nestling.train.loop import train
+    from nestling.train.trainer import train
 
     outcome = train(chosen, folder)
     if outcome.signal is not None:

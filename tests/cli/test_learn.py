@@ -109,7 +109,7 @@ def test_undo_and_export_from_the_command_line(model, text, tmp_path, capsys):
     peft = pytest.importorskip("peft")
     memory, lora = str(tmp_path / "memory"), tmp_path / "lora"
     assert main(["learn", model, "--from", text, "--memory", memory, "--export", str(lora)]) == 0
-    base, tokenizer = load_pretrained(model)
+    base, _ = load_pretrained(model)
     ids = torch.arange(3, 60)[None]
     learned = load_learner(base, memory)(ids).logits
     with torch.no_grad():
@@ -184,7 +184,6 @@ def test_a_killed_run_goes_on_bit_for_bit(model, text, tmp_path, capsys):
         (["--levels", "512,64"], "rising order; got [512, 64]"),
         (["--passes", "0"], "--passes must be at least 1"),
         (["--out", "nodir/x.html"], "--out: there is no folder nodir"),
-        (["--memory", ""], "--memory: the folder of a memory, by its own name"),
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
         (["--tokens", "0"], "--tokens must be at least 1"),

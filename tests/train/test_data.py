@@ -11,7 +11,7 @@ import torch
 
 from nestling.losses import IGNORE
 from nestling.train.batches import Sequential, Shuffled
-from nestling.train.chronicle import chronicle
+from nestling.train.builtin_text import chronicle
 from nestling.train.corpus import Corpus
 from nestling.train.packed import PackedCorpus, prepare
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestling.train.checkpoint import checkpoints, load_checkpoint
+from nestling.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 SMALL = [
     "model.fields.hidden_size=32",
@@ -114,23 +114,52 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
 
 def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
     out = tmp_path / "run"
-    code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=2"))
+    settings = ("run.max_bad=3", "run.keep=1", "optim.shape=constant", "optim.warmup=0")
+    code, said = finish(start(out, *settings, "run.save_every=1", "run.steps=2"))
     assert code == 0, said
-    state = load_checkpoint(checkpoints(out / "checkpoints")[-1])
-    from nestling.train.checkpoint import save_checkpoint
-
-    states = state.states
-    states["memory"]["step"] = 3
-    for weight in states["model"].values():
-        weight[:] = float("nan")
-    save_checkpoint(out / "checkpoints", 3, states, state.facts, keep=5)
-    code, said = finish(start(out, "run.max_bad=3", "run.save_every=1", "run.steps=9"))
+    (good,) = checkpoints(out / "checkpoints")
+    poison = (*settings, "optim.lr=1e37", "run.steps=9")
+    code, said = finish(start(out, *poison, "run.save_every=2"))
     assert code == 1
     assert said.count("skipped, nothing changed") == 3
     assert "3 steps in a row" in said
     assert "Traceback" not in said
+    code, said = finish(start(out, *poison, "run.save_every=1"))
+    assert code == 1
+    assert "nothing was saved" in said
+    assert checkpoints(out / "checkpoints") == [good], "the last good one is still there"
+    code, said = finish(start(out, *settings, "run.steps=3"))
+    assert code == 0, said
+    assert "continuing from step 2" in said
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["loss"] > 0
+
+
+def test_a_checkpoint_with_numbers_that_are_none_is_not_continued(tmp_path):
+    out = tmp_path / "run"
+    train(out, "run.steps=2")
+    state = load_checkpoint(checkpoints(out / "checkpoints")[-1])
+    states = state.states
+    for weight in states["model"].values():
+        weight[:] = float("nan")
+    save_checkpoint(out / "checkpoints", 3, states, state.facts, keep=5)
+    code, said = finish(start(out, "run.steps=9"))
+    assert code == 2
+    assert "holds a number that is not finite" in said
+    assert "Traceback" not in said
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    out = tmp_path / "run"
+    first = start(out, "run.steps=100000")
+    while first.poll() is None and not checkpoints(out / "checkpoints"):
+        time.sleep(0.05)
+    code, said = finish(start(out, "run.steps=100000"))
+    assert code == 2, said
+    assert f"{out} is in use by process {first.pid}" in said
+    assert len(said.splitlines()) == 1
+    first.send_signal(signal.SIGTERM)
+    assert finish(first)[0] == 143
 
 
 @pytest.mark.parametrize(
@@ -139,6 +168,24 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
         ("run.stepz=3", "unknown key 'run.stepz'; did you mean run.steps?"),
         ("run.steps=many", "run.steps must be a int; got 'many'"),
         ("run.steps=0", "run.steps must be at least 1"),
+        ("run.micro=0", "run.micro must be at least 1; got 0"),
+        ("run.patience=0", "run.patience must be at least 1; got 0"),
+        ("run.max_bad=0", "run.max_bad must be at least 1; got 0"),
+        ("run.sample_every=0", "run.sample_every must be at least 1; got 0"),
+        ("run.seed=-1", "run.seed must be at least 0; got -1"),
+        ("optim.clip=-1", "optim.clip must be a finite number above 0, or none; got -1.0"),
+        ("optim.clip=nan", "optim.clip must be a finite number above 0, or none; got nan"),
+        ("optim.clip=inf", "optim.clip must be a finite number above 0, or none; got inf"),
+        ("optim.lr=inf", "optim.lr must be a finite number above 0; got inf"),
+        ("optim.lr=nan", "optim.lr must be a finite number above 0; got nan"),
+        ("optim.weight_decay=nan", "optim.weight_decay must be a finite number from 0; got nan"),
+        ("optim.floor=nan", "floor"),
+        ("optim.chunks=0,1,1,1", "optim.chunks must be at least 1 each"),
+        ("data.train=", "data.train must name at least one source"),
+        ("data.train=hf:", "hf:NAME"),
+        ("model.preset=Size", "model.preset: no preset 'Size'; known: "),
+        ("model.fields.hidden_size=x", "model.fields: "),
+        ("model.fields.levels=3", "model.fields: "),
         ("data.train=/nowhere/x.txt", "no such file or folder"),
         ("model.mixer=hop", "model must be one of"),
         ("optim.name=adam", "optim.name must be one of"),

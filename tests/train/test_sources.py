@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from nestling.train import corpus as module
-from nestling.train.chronicle import chronicle
+from nestling.train.builtin_text import chronicle
 from nestling.train.corpus import Corpus
 from nestling.train.packed import prepare
-from nestling.train.tokens import load_tokenizer
+from nestling.train.tokenizer import load_tokenizer
 
 TEXTS = [chronicle(i, 200) for i in range(3)]
 

@@ -38,7 +38,7 @@ def test_any_number_of_processes_learns_the_same(tmp_path):
     assert process.returncode == 0, said[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert set(found) == {"adamw ddp", "adamw fsdp", "m3 ddp", "m3 fsdp"}
-    assert max(found.values()) < 2e-5, found
+    assert max(found.values()) < 2e-6, found
     assert said.count("continuing from step 3") == said.count("continuing from step 5") == 4
 
 

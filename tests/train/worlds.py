@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nestling.train.loop import train
-from nestling.train.recipe import changed
-from nestling.train.recipes import get
-from nestling.train.world import World, join
+from nestling.train.distributed import World, join
+from nestling.train.recipe import changed, get_recipe
+from nestling.train.trainer import train
 
 SMALL = [
     "model.fields.hidden_size=32",
@@ -39,7 +38,7 @@ SMALL = [
 
 def leg(out: Path, world: World, steps: int, *changes: str) -> None:
     cache = f"data.cache={out.parent / 'cache'}"
-    recipe = changed(get("stream"), [*SMALL, cache, *changes, f"run.steps={steps}"])
+    recipe = changed(get_recipe("stream"), [*SMALL, cache, *changes, f"run.steps={steps}"])
     train(recipe, out, world)
 
 

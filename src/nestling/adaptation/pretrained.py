@@ -6,6 +6,8 @@ its tokenizer beside it, and returns a Hugging Face model and tokenizer.
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -21,43 +25,140 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-__all__ = ["load_llama2c", "load_llama2c_tokenizer", "load_pretrained"]
+from nestling.files import BrokenFileError, open_regular, read_json
+
+__all__ = ["check_gguf", "load_llama2c", "load_llama2c_tokenizer", "load_pretrained"]
 
 _HEADER = struct.Struct("<7i")  # dim, hidden, layers, heads, kv_heads, vocabulary, context
 SPACE = "\u2581"
+TOKENIZER_BYTES, TOKEN_BYTES = 64 << 20, 4096  # at most, of a tokenizer file and of a token
 
 
-def load_pretrained(name: str | Path, *, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_pretrained(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    strict: bool = True,
+) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a folder, hub name, .gguf or .bin file.
 
-    A GGUF file is dequantised into float32. Wrong files end in a ValueError that names them.
+    A GGUF file is dequantised into float32. Wrong files end in a ValueError that names them: files
+    that are not regular, sizes that the weights do not fill, and (`strict`) weights that are
+    missing, left over, of another shape or not finite. With `strict=False` missing weights are
+    initialised and others ignored. Python code that comes with a model runs only with
+    `trust_remote_code=True`.
     """
     path = Path(name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         if path.suffix == ".bin":
             return load_llama2c(path), load_llama2c_tokenizer(_tokenizer_of(path))
-        options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        if path.suffix != ".gguf":
-            model = AutoModelForCausalLM.from_pretrained(name, **options)
-            return model.eval(), AutoTokenizer.from_pretrained(name)
-        if not path.is_file():
-            raise OSError("no such file")
-        options = {"gguf_file": path.name, "dtype": torch.float32, **options}
-        model = AutoModelForCausalLM.from_pretrained(path.parent, **options)
-        return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ValueError, ImportError) as error:
+        if path.suffix == ".gguf":
+            check_gguf(path)
+            options |= {"gguf_file": path.name}
+            return _load(path.parent, options, dtype or torch.float32, strict)
+        if path.is_dir():
+            _check_folder(path, trust_remote_code)
+        return _load(name, options, dtype, strict)
+    except Exception as error:  # parsers of other packages fail in their own ways
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{name}: cannot load a model: {said}") from error
 
 
+def _load(
+    name: str | Path, options: dict[str, Any], dtype: torch.dtype | None, strict: bool
+) -> tuple[Any, Any]:
+    kind = {} if dtype is None else {"dtype": dtype}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, output_loading_info=True, **options, **kind
+    )
+    missing = sorted(info["missing_keys"])
+    if strict:
+        for said, keys in (
+            ("its weights are incomplete: missing", missing),
+            ("it holds weights the model does not have:", sorted(info["unexpected_keys"])),
+            ("it holds weights of other shapes:", [str(k) for k in info["mismatched_keys"]]),
+        ):
+            if keys:
+                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+                raise ValueError(f"{said} {', '.join(keys[:3])}{more}")
+        for key, weight in model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                raise ValueError(f"{key} holds a number that is not finite")
+    elif missing:
+        fresh = type(model)(model.config).state_dict()
+        model.load_state_dict({key: fresh[key] for key in missing if key in fresh}, strict=False)
+    return model.eval(), AutoTokenizer.from_pretrained(name, **options)
+
+
+def _check_folder(folder: Path, trust: bool) -> None:
+    """Refuse a model folder that would hang, or whose configuration asks for more than it holds."""
+    weights = 0
+    for path in folder.iterdir():
+        if path.is_dir():
+            continue
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+            weights += size
+    found = read_json(folder / "config.json", 16 << 20)[0]
+    if not isinstance(found, dict):
+        raise ValueError("config.json is not a table of settings")
+    if "auto_map" in found and not trust and found.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError("it comes with Python code of its own, which runs only when trusted")
+    for key, most in _MOST.items():
+        value = found.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise ValueError(f"config.json: {key} must be from 0 to {most}; got {str(value)[:40]}")
+    if trust:
+        return
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if count > 8 * weights + (1 << 20):
+        raise ValueError(f"it declares {count:,} parameters, but its files hold {weights:,} bytes")
+
+
+_MOST = {  # what a configuration may declare
+    "num_hidden_layers": 2048,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 27,
+}
+
+
 def load_llama2c(path: str | Path) -> LlamaForCausalLM:
     """A llama2.c checkpoint ("version 0", such as stories260K.bin) as a LlamaForCausalLM."""
-    data = Path(path).read_bytes()
-    if len(data) < _HEADER.size:
-        raise ValueError(f"{path}: {len(data)} bytes are no llama2.c checkpoint")
-    dim, hidden, layers, heads, kv_heads, vocabulary, context = _HEADER.unpack_from(data)
-    if min(dim, hidden, layers, heads, kv_heads, context) < 1 or dim % heads:
-        raise ValueError(f"{path}: not a llama2.c checkpoint: its header is {data[:28].hex()}")
+    with open_regular(Path(path)) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            raise ValueError(f"{path}: {size} bytes are no llama2.c checkpoint")
+        dim, hidden, layers, heads, kv_heads, vocabulary, context = _HEADER.unpack(head)
+        if (
+            min(dim, hidden, layers, heads, kv_heads, context, abs(vocabulary)) < 1
+            or dim % heads
+            or heads % kv_heads
+            or layers > _MOST["num_hidden_layers"]
+            or (dim // heads) % 2
+        ):
+            raise ValueError(f"{path}: not a llama2.c checkpoint: its header is {head.hex()}")
+        kv = dim // heads * kv_heads
+        block = 2 * dim + 2 * dim * dim + 2 * kv * dim + 3 * hidden * dim
+        words = abs(vocabulary) * dim * (1 if vocabulary > 0 else 2)
+        count = layers * block + dim + context * (dim // heads) + words
+        if size != _HEADER.size + 4 * count:
+            raise ValueError(
+                f"{path}: its header asks for {count} numbers, its {size} bytes hold"
+                f" {(size - _HEADER.size) // 4}: the file is cut, or of another kind"
+            )
+        floats = torch.from_numpy(np.frombuffer(file.read(), "<f4").copy())
+    if not bool(floats.isfinite().all()):
+        raise ValueError(f"{path}: holds a number that is not finite")
     config = LlamaConfig(
         vocab_size=abs(vocabulary),
         hidden_size=dim,
@@ -71,7 +172,6 @@ def load_llama2c(path: str | Path) -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
-    floats = torch.from_numpy(np.frombuffer(data, "<f4", offset=_HEADER.size).copy())
     model = LlamaForCausalLM(config)
     model.load_state_dict(_llama2c_weights(config, floats, str(path)))
     return model.eval()
@@ -161,12 +261,17 @@ def load_llama2c_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 def _read_pieces(path: Path) -> list[tuple[str, float]]:
     """(token, score) of a llama2.c tokenizer file."""
-    data, pieces, at = path.read_bytes(), [], 4
+    with open_regular(path, TOKENIZER_BYTES) as file:
+        data = file.read()
+    pieces: list[tuple[str, float]] = []
+    at = 4
     try:
         while at < len(data):
             score, length = struct.unpack_from("<fi", data, at)
-            if length < 0 or at + 8 + length > len(data):
-                raise ValueError("a token reaches beyond the end")
+            if not 0 <= length <= TOKEN_BYTES or at + 8 + length > len(data):
+                raise ValueError(f"a token of {length} bytes reaches beyond the end")
+            if not math.isfinite(score):
+                raise ValueError(f"a token with the score {score}")
             pieces.append((data[at + 8 : at + 8 + length].decode("utf-8", "replace"), score))
             at += 8 + length
     except (struct.error, ValueError) as error:
@@ -199,3 +304,94 @@ def _tokenizer_of(path: Path) -> Path:
             f" {[p.name for p in beside]}"
         )
     return beside[0]
+
+
+# GGUF: the header is walked through before any other package sees the file
+
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type
+_STRING, _ARRAY, _ENTRIES, _DEPTH = 8, 9, 1 << 20, 4
+
+
+class _Walk:
+    """A place in a GGUF file that moves forward, never beyond its end."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self.file, self.size, self.at = file, size, 0
+
+    def take(self, count: int) -> bytes:
+        if count < 0 or self.at + count > self.size:
+            raise ValueError("an entry reaches beyond the end of the file")
+        self.at += count
+        data: bytes = self.file.read(count)
+        return data
+
+    def skip(self, count: int) -> None:
+        if count < 0 or self.at + count > self.size:
+            raise ValueError("an entry reaches beyond the end of the file")
+        self.at += count
+        self.file.seek(self.at)
+
+    def number(self, kind: str) -> int:
+        (value,) = struct.unpack(kind, self.take(struct.calcsize(kind)))
+        return int(value)
+
+    def text(self) -> bytes:
+        length = self.number("<Q")
+        if length > 1 << 24:
+            raise ValueError(f"a text of {length} bytes")
+        return self.take(length)
+
+    def value(self, kind: int, depth: int = 0) -> None:
+        if kind in _FIXED:
+            self.skip(_FIXED[kind])
+        elif kind == _STRING:
+            self.text()
+        elif kind == _ARRAY and depth < _DEPTH:
+            inner, count = self.number("<I"), self.number("<Q")
+            if inner in _FIXED:
+                self.skip(count * _FIXED[inner])
+                return
+            if count > _ENTRIES * 4:
+                raise ValueError(f"an array of {count} entries")
+            for _ in range(count):
+                self.value(inner, depth + 1)
+        else:
+            raise ValueError(f"a value of the unknown type {kind}")
+
+
+def check_gguf(path: Path) -> None:
+    """Refuse a GGUF file whose header declares what the file does not hold."""
+    with open_regular(path) as file:
+        walk = _Walk(file, os.fstat(file.fileno()).st_size)
+        try:
+            if walk.take(4) != b"GGUF":
+                raise ValueError("it does not start with GGUF")
+            if (version := walk.number("<I")) not in (2, 3):
+                raise ValueError(f"version {version}; 2 and 3 are read")
+            tensors, settings = walk.number("<Q"), walk.number("<Q")
+            if not 1 <= tensors <= _ENTRIES or settings > _ENTRIES:
+                raise ValueError(f"{tensors} tensors and {settings} settings")
+            names = set()
+            for _ in range(settings):
+                names.add(walk.text())
+                walk.value(walk.number("<I"))
+            total = sum(_gguf_tensor(walk) for _ in range(tensors))
+            if b"general.architecture" not in names:
+                raise ValueError("it names no architecture")
+            if total > 8 * walk.size:
+                raise ValueError(f"{total} weights in {walk.size} bytes")
+        except (ValueError, struct.error) as error:
+            raise BrokenFileError(f"not a proper GGUF file: {error}") from error
+
+
+def _gguf_tensor(walk: _Walk) -> int:
+    """Walk over one tensor's description; returns its number of weights."""
+    walk.text()
+    dimensions = walk.number("<I")
+    if not 1 <= dimensions <= 4:
+        raise ValueError(f"a tensor of {dimensions} dimensions")
+    count = math.prod(walk.number("<Q") for _ in range(dimensions))
+    walk.number("<I")  # its type
+    if walk.number("<Q") > walk.size:
+        raise ValueError("a tensor begins beyond the end of the file")
+    return count

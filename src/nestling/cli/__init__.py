@@ -6,6 +6,9 @@ a user did wrong (a ValueError or OSError with a clear message) ends in one line
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -35,7 +38,19 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has gone, as with `| head -1`
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
         print(_HELP.format(commands=lines))
@@ -48,15 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = given
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"nestling: unknown command {name!r}; known: {known}", file=sys.stderr)
+        print(f"nestling: unknown command {name!a}; known: {known}", file=sys.stderr)
         return 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     command = importlib.import_module(f"nestling.cli.{name}")
-    parsed = command.parser().parse_args(rest)
+    parser: argparse.ArgumentParser = command.parser()
+    parsed = parser.parse_intermixed_args(rest)
     try:
         return int(command.run(parsed))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
-        print(f"nestling {name}: {error}", file=sys.stderr)
+        said = _one_line(error).encode("utf-8", "backslashreplace").decode()
+        print(f"nestling {name}: {said}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.errno == errno.EBUSY:  # of nestling.files
+        text = error.strerror or text
+    return " ".join((text or type(error).__name__).split())

@@ -44,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"unknown preset {arguments.preset!r}; known: tiny, small, base, hope_760m, hope_1b3"
         )
+    if arguments.mixer not in presets.MODELS:
+        known = ", ".join(presets.MODELS)
+        raise ValueError(f"--mixer must be one of {known}; got {arguments.mixer!r}")
     plan = cost(
         make(arguments.mixer),
         tokens=arguments.tokens,

@@ -88,8 +88,8 @@ def _shown(readers: list[Any]) -> Any:
 
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
-    from nestling.train.loop import train
     from nestling.train.recipe import Data, Model, Optim, Recipe, Run
+    from nestling.train.trainer import train
 
     recipe = Recipe(
         model=Model(preset="tiny", mixer=name, fields={"num_hidden_layers": 3}),
@@ -118,7 +118,7 @@ def _unseen(tokenizer: Any, arguments: argparse.Namespace) -> Any:
     """Documents about valleys outside the training and validation text: [documents, tokens]."""
     import torch
 
-    from nestling.train.chronicle import chronicle
+    from nestling.train.builtin_text import chronicle
 
     length = arguments.characters
     texts = [chronicle(10_000 + i, characters=length) for i in range(arguments.documents)]

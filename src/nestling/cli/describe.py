@@ -70,7 +70,9 @@ def _configuration(name: str, download: bool) -> Any:
     from nestling.models import presets
 
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=not download)
+        return AutoConfig.from_pretrained(
+            name, local_files_only=not download, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         ours = ", ".join(presets.MODELS)
         near = difflib.get_close_matches(name, presets.MODELS, n=1)
@@ -104,6 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, or JSON; draw if asked."""
     from nestling.description import describe
 
+    if arguments.out is not None:
+        out = Path(arguments.out)
+        if out.suffix not in (".html", ".svg"):
+            raise ValueError(f"--out must end in .html or .svg; got {arguments.out}")
+        if not out.parent.is_dir():
+            raise ValueError(f"--out: there is no folder {out.parent}")
     model = build(arguments.model, arguments.size, download=arguments.download)
     optimizer = _optimizer(arguments.optimizer, model) if arguments.optimizer else None
     description = describe(model, optimizer)
@@ -113,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console()
-        console.print(description if console.is_terminal else str(description), soft_wrap=True)
+        shown = description if console.is_terminal else str(description)
+        console.print(shown, soft_wrap=True, markup=False)
     if arguments.out:
         print(f"drawn: {description.draw(arguments.out)}")
     return 0

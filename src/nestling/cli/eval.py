@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ loss at position 100,000 is the loss of a model that has read all of it."""
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
+    from nestling.cli.generate import folder, trust_option
+
     made = argparse.ArgumentParser(
         prog="nestling eval",
         description="Perplexity on a file and loss against position, or tasks of lm-eval.",
@@ -34,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="folder of a model")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
-    made.add_argument("--memory", type=Path, help="folder of a memory made by `nestling learn`")
+    made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
     made.add_argument("--tokens", type=int, help="read at most this many tokens")
     made.add_argument("--tasks", help="lm-eval tasks, or tasks of the suite, separated by commas")
@@ -49,24 +52,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
     made.add_argument("--limit", type=int, help="examples per task")
     made.add_argument("--out", type=Path, help="write the figures as JSON")
+    trust_option(made)
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured."""
-    from nestling.cli.generate import check_memory
-
-    check_memory(arguments.memory)
     if arguments.memory is not None and arguments.suite:
         raise ValueError("--memory goes with a file or --tasks, not with --suite")
-    if arguments.tokens is not None and arguments.tokens < 2:
-        raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
-    if arguments.tasks is not None and not arguments.tasks.strip(", "):
-        raise ValueError("--tasks: names of tasks with commas between; got none")
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
     if (arguments.file is None) == (arguments.tasks is None and arguments.suite is None):
         raise ValueError("give a file to read, or --tasks, or --suite")
+    if arguments.tasks is not None and not all(arguments.tasks.split(",")):
+        raise ValueError(f"--tasks names tasks, separated by commas; got {arguments.tasks!r}")
+    if arguments.tokens is not None and arguments.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
+    if arguments.bins < 1:
+        raise ValueError(f"--bins must be at least 1; got {arguments.bins}")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
     if arguments.include is not None and not arguments.include.is_dir():
@@ -86,12 +89,14 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
 
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file}: no such file")
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     ids = tokenizer(
         arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
     ).input_ids
     reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
     result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)
+    if not math.isfinite(result.loss):
+        raise ValueError(f"{arguments.model}: its loss on {arguments.file} is {result.loss}")
     print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
     for start, stop, loss in result.bins:
         print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
@@ -102,17 +107,17 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
     return {**result._asdict(), "without_memory": plain.loss}
 
 
-def _with_memory(folder: Path, model: Any, tokenizer: Any) -> Any:
+def _with_memory(memory: Path, model: Any, tokenizer: Any) -> Any:
     from nestling import load_learner
 
-    return load_learner(model, folder, tokenizer=tokenizer)
+    return load_learner(model, memory, tokenizer=tokenizer)
 
 
 def _suite(arguments: argparse.Namespace) -> dict[str, object]:
     from nestling.cli.generate import load
     from nestling.evaluate.samples import PLAIN_WORDS, Books, parse_lengths
     from nestling.evaluate.suites import SUITES, Data, evaluate
-    from nestling.train.chronicle import chronicles
+    from nestling.train.builtin_text import chronicles
 
     if arguments.suite not in SUITES:
         raise ValueError(f"--suite must be one of {', '.join(SUITES)}; got {arguments.suite!r}")
@@ -121,7 +126,7 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
         data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
     else:
         data = Data.load(arguments.data)
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     found: dict[str, object] = {}
     for result in evaluate(
         model,
@@ -156,7 +161,7 @@ def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
     unknown = [task for task in wanted if task not in known.all_tasks]
     if unknown:
         raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     memory = arguments.memory and _with_memory(arguments.memory, model, tokenizer)
     with quiet(), memory.reading() if memory else contextlib.nullcontext():
         results = lm_eval.simple_evaluate(

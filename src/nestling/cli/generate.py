@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_memory", "load", "parser", "run"]
+__all__ = ["folder", "load", "parser", "run", "trust_option"]
 
 _EXAMPLES = """examples:
   nestling generate runs/tiny/model --prompt "Day 1, spring."
@@ -24,17 +25,38 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="folder, hub name, .gguf or llama2.c .bin file")
-    made.add_argument("--memory", type=Path, help="folder of a memory made by `nestling learn`")
+    made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--prompt", default="", help="text to continue ('-' reads standard input)")
     made.add_argument("--tokens", type=int, default=200, help="how many to write (default 200)")
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     made.add_argument("--top-p", type=float, default=0.95, help="nucleus of the sampling")
     made.add_argument("--seed", type=int, default=0)
+    trust_option(made)
     return made
 
 
-def load(name: str) -> tuple[Any, Any]:
-    """A causal language model, ours or another, and its tokenizer; libraries stay silent."""
+def trust_option(made: argparse.ArgumentParser) -> None:
+    """The option that lets a model's own Python code run."""
+    made.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the model (only of people you trust)",
+    )
+
+
+def folder(text: str) -> Path:
+    """A folder as an argument; an empty text would mean the present one, which nobody meant."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a folder, got an empty text")
+    return Path(text)
+
+
+def load(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """A causal language model, ours or another, and its tokenizer.
+
+    Every command loads models here: complete ones only, and no code of theirs unless it is trusted.
+    What libraries say meanwhile is not shown.
+    """
     from nestling.cli.quiet import quiet
 
     with quiet():
@@ -44,27 +66,35 @@ def load(name: str) -> tuple[Any, Any]:
         from nestling.adaptation import load_pretrained
 
         logging.set_verbosity_error()
-        return load_pretrained(name)
+        return load_pretrained(name, trust_remote_code=trust_remote_code)
 
 
-def check_memory(memory: Path | None) -> None:
-    """Refuse an empty name, which would be the folder one stands in."""
-    if memory is not None and str(memory) in ("", "."):
-        raise ValueError("--memory: the folder of a memory, by its own name; got an empty one")
+def _standard_input() -> str:
+    """All of standard input; bytes that are not UTF-8 are replaced."""
+    return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write to standard output as tokens are made."""
     if arguments.tokens < 1:
         raise ValueError(f"--tokens must be at least 1; got {arguments.tokens}")
-    if arguments.temperature < 0:
-        raise ValueError(f"--temperature must be at least 0; got {arguments.temperature}")
-    check_memory(arguments.memory)
+    if not 0 <= arguments.temperature < math.inf:
+        raise ValueError(
+            f"--temperature must be a finite number from 0; got {arguments.temperature}"
+        )
+    if not 0 < arguments.top_p <= 1:
+        raise ValueError(f"--top-p must lie in (0, 1]; got {arguments.top_p}")
+    if not 0 <= arguments.seed < 1 << 63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {arguments.seed}")
+    if arguments.memory is not None and not (arguments.memory / "memory.json").exists():
+        raise ValueError(f"--memory {str(arguments.memory)!r}: no memory is saved there")
     import torch
     from transformers import TextStreamer
 
-    model, tokenizer = load(arguments.model)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = _standard_input() if arguments.prompt == "-" else arguments.prompt
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+        raise ValueError("--prompt is not valid UTF-8")
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     if ids.shape[1] == 0:
         start = tokenizer.bos_token_id

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +31,8 @@ docs/adapt.md."""
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
+    from nestling.cli.generate import folder, trust_option
+
     made = argparse.ArgumentParser(
         prog="nestling learn",
         description="Let a pretrained model learn texts into a memory of several time scales.",
@@ -37,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
     made.add_argument("--from", dest="files", nargs="+", default=[], metavar="FILE", type=Path)
-    made.add_argument("--memory", required=True, type=Path, help="folder of the memory")
+    made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument("--levels", help="tokens between updates, fastest first (64,512)")
     new.add_argument("--rate", help="for all levels, or one each (natural steps: 1)")
@@ -61,17 +65,33 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="timeline of all levels, .html or .svg")
     made.add_argument("--undo", metavar="NAME", help="take back what a text changed, by its name")
     made.add_argument("--export", type=Path, metavar="FOLDER", help="write a PEFT LoRA")
+    trust_option(made)
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn the files one after the other; returns 0, or 1 when nothing was learned."""
+    """Learn the files one after the other; returns 0, or 1 when nothing was learned.
+
+    The memory is locked meanwhile: a second `learn` on it is refused and learns nothing.
+    """
+    from nestling.files import locked
+
     _check(arguments)
     texts = [_text(path) for path in arguments.files]
+    new = not arguments.memory.exists()
+    try:
+        with locked(arguments.memory):
+            return _learn(arguments, texts)
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                arguments.memory.rmdir()  # if nothing was saved in it
+
+
+def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     from nestling.adaptation import DriftWarning, Limits, adapt, load_learner
     from nestling.adaptation.texts import encode
     from nestling.cli.generate import load
-    from nestling.files import locked
     from nestling.host import keep_memory
 
     resumed = (arguments.memory / "memory.json").is_file()
@@ -82,11 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.memory}: no memory there; --from FILE makes one")
     limits = Limits(drift=arguments.limit, forget=arguments.forget)
     keep_memory()
-    model, tokenizer = load(arguments.model)
+    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
     if not resumed:
         learner = adapt(model, **settings, **options)
-    with locked(arguments.memory), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DriftWarning)  # alarms are told below
         if resumed:
             learner = load_learner(model, arguments.memory, **options)
@@ -170,9 +190,6 @@ def _learn_file(
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from nestling.cli.generate import check_memory
-
-    check_memory(arguments.memory)
     if not arguments.files and arguments.undo is None and arguments.export is None:
         raise ValueError("give texts to learn with --from, or --undo NAME, or --export FOLDER")
     for name in ("tokens", "save_every", "rank", "context", "passes"):
@@ -183,6 +200,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--out must end in .html or .svg; got {arguments.out}")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         raise ValueError(f"--out: there is no folder {arguments.out.parent}")
+    if not 0 < arguments.limit < math.inf:
+        raise ValueError(f"--limit must be a finite number above 0; got {arguments.limit}")
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,7 @@ checkpoint. Ctrl-C and SIGTERM save first. `nestling train RECIPE --show` prints
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    from nestling.train.recipes import RECIPES
+    from nestling.train.recipe import RECIPES
 
     made = argparse.ArgumentParser(
         prog="nestling train",
@@ -38,17 +38,15 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when done, 143 or 130 when a signal asked to stop, 1 when it cannot go on."""
-    from nestling.train.recipe import changed
-    from nestling.train.recipes import get
+    from nestling.train.recipe import changed, get_recipe
 
-    recipe = changed(get(arguments.recipe), arguments.changes)
+    recipe = changed(get_recipe(arguments.recipe), arguments.changes)
     if arguments.show:
         for part, values in recipe.to_json().items():
             print("\n".join(f"{part}.{key}={value}" for key, value in values.items()))
         return 0
-    from nestling.train.loop import train
-    from nestling.train.session import TrainingFailedError
-    from nestling.train.world import join
+    from nestling.train.distributed import join
+    from nestling.train.trainer import TrainingFailedError, train
 
     folder = arguments.out or Path("runs") / arguments.recipe
     with join() as world:

@@ -170,14 +170,16 @@ class Description:
 
     def __rich__(self) -> Any:
         from rich.table import Table
+        from rich.text import Text  # names are shown as they are, not read as markup
 
-        table = Table(title=self.title, caption="\n".join(self.notes) or None)
+        caption = Text("\n".join(self.notes)) if self.notes else None
+        table = Table(title=Text(self.title), caption=caption)
         for head in ("level", "updates", *COLUMNS):
             table.add_column(head, overflow="fold")
         for row in self.rows():
             if row[0]:
                 table.add_section()
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return table
 
 

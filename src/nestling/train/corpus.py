@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from nestling.train.chronicle import chronicles
+from nestling.train.builtin_text import chronicles
 
 __all__ = ["BUILTIN", "Corpus"]
 
@@ -66,6 +66,17 @@ class Corpus:
         else:
             for path in self.files():
                 yield from self._file(path)
+
+    def check(self) -> None:
+        """Refuse a source that does not exist or is not written as one."""
+        name = self.source
+        if name == BUILTIN or name.startswith(BUILTIN + ":"):
+            _builtin_range(name)
+        elif name.startswith("hf:"):
+            if not name[3:].strip(" :"):
+                raise ValueError(f"{name!r}: expected hf:NAME, hf:NAME:CONFIG or hf:FOLDER")
+        else:
+            self.files()
 
     def files(self) -> list[Path]:
         """The files of a path source, sorted; an error names what is missing."""
@@ -149,7 +160,10 @@ def _builtin_range(name: str) -> tuple[int, int]:
         if not span:
             return 0, 299
         first, dash, last = span.partition("-")
-        return (int(first), int(last)) if dash else (0, int(first) - 1)
+        low, high = (int(first), int(last)) if dash else (0, int(first) - 1)
+        if not 0 <= low <= high:
+            raise ValueError
+        return low, high
     except ValueError:
         raise ValueError(
             f"{name!r}: expected builtin, builtin:COUNT or builtin:FIRST-LAST"

@@ -7,6 +7,7 @@ it is an estimate to plan with, and says so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +48,15 @@ class Cost:
     hours: float
 
 
+_RIGHT = {
+    "gpus": "at least 1",
+    "rows_per_gpu": "at least 1",
+    "length": "at least 1",
+    "tokens": "a finite number above 0",
+    "utilisation": "in (0, 1]",
+}
+
+
 def block_flops(config: Any, tokens: int, *, layer: int = 0) -> float:
     """Operations per token of one block, forward and backward, counted on this machine."""
     from nestling.continuum import Block
@@ -80,11 +90,15 @@ def cost(
     """
     if gpu not in GPUS:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {gpu!r}")
-    if gpus < 1 or rows_per_gpu < 1 or tokens <= 0 or not 0 < utilisation <= 1:
-        raise ValueError(
-            f"need gpus >= 1, rows_per_gpu >= 1, tokens > 0 and 0 < utilisation <= 1; got {gpus},"
-            f" {rows_per_gpu}, {tokens}, {utilisation}"
-        )
+    for name, value, right in (
+        ("gpus", gpus, gpus >= 1),
+        ("rows_per_gpu", rows_per_gpu, rows_per_gpu >= 1),
+        ("length", length, length >= 1),
+        ("tokens", tokens, 0 < tokens < math.inf),
+        ("utilisation", utilisation, 0 < utilisation <= 1),
+    ):
+        if not right:
+            raise ValueError(f"{name} must be {_RIGHT[name]}; got {value}")
     from nestling.models.presets import parameter_count
 
     device = GPUS[gpu]

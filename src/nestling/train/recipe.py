@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nestling.train.schedule import Schedule
 
-__all__ = ["Data", "Model", "Optim", "Recipe", "Run", "changed"]
+__all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get_recipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,27 @@ class Recipe:
     run: Run = Run()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "eval_every", "eval_windows", "save_every", "keep"):
-            if getattr(self.run, name) < 1:
-                raise ValueError(f"run.{name} must be at least 1; got {getattr(self.run, name)}")
-        if self.data.length < 2:
-            raise ValueError(f"data.length must be at least 2; got {self.data.length}")
-        if not self.optim.lr > 0:
-            raise ValueError(f"optim.lr must be above 0; got {self.optim.lr}")
+        for key, least, optional in _COUNTS:
+            part, _, name = key.partition(".")
+            value = getattr(getattr(self, part), name)
+            if (value is not None or not optional) and not value >= least:
+                raise ValueError(f"{key} must be at least {least}; got {value}")
+        optim = self.optim
+        if not (math.isfinite(optim.lr) and optim.lr > 0):
+            raise ValueError(f"optim.lr must be a finite number above 0; got {optim.lr}")
+        if optim.clip is not None and not (math.isfinite(optim.clip) and optim.clip > 0):
+            raise ValueError(
+                f"optim.clip must be a finite number above 0, or none; got {optim.clip}"
+            )
+        if not 0 <= optim.weight_decay < math.inf:
+            raise ValueError(
+                f"optim.weight_decay must be a finite number from 0; got {optim.weight_decay}"
+            )
+        if any(chunk < 1 for chunk in optim.chunks):
+            raise ValueError(f"optim.chunks must be at least 1 each; got {optim.chunks}")
+        for name in ("train", "valid"):
+            if not all(getattr(self.data, name)) or not getattr(self.data, name):
+                raise ValueError(f"data.{name} must name at least one source")
         if self.run.recompute and self.data.order == "sequential" and self.data.carry:
             raise ValueError(
                 "run.recompute=true keeps no memory from window to window; set data.carry=false,"
@@ -114,6 +129,24 @@ class Recipe:
         """The recipe as plain values, for checkpoints and logs."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
+
+
+_COUNTS = (  # settings that count something: the least, and whether none is allowed
+    ("run.steps", 1, False),
+    ("run.rows", 1, False),
+    ("run.micro", 1, True),
+    ("run.seed", 0, False),
+    ("run.eval_every", 1, False),
+    ("run.eval_windows", 1, False),
+    ("run.save_every", 1, False),
+    ("run.keep", 1, False),
+    ("run.sample_every", 1, True),
+    ("run.patience", 1, True),
+    ("run.max_bad", 1, False),
+    ("data.length", 2, False),
+    ("data.workers", 1, False),
+    ("optim.warmup", 0, False),
+)
 
 
 def changed(recipe: Recipe, settings: Sequence[str]) -> Recipe:
@@ -180,3 +213,72 @@ def _guess(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+# Recipes by name: `nestling train NAME key=value...`
+
+
+def tiny() -> Recipe:
+    """A Hope of 1M parameters on the built-in chronicles: minutes on a laptop."""
+    return Recipe()
+
+
+def stream() -> Recipe:
+    """As tiny, but every row reads whole documents and carries its memory from window to window."""
+    return Recipe(data=Data(order="sequential", length=128), run=Run(rows=16))
+
+
+def small() -> Recipe:
+    """A Hope of 5M parameters on text of your own (data.train=FILE data.valid=FILE)."""
+    return Recipe(
+        model=Model(preset="small"),
+        data=Data(tokenizer="bpe:4096", length=512),
+        optim=Optim(lr=1e-3, warmup=100),
+        run=Run(steps=2000, rows=32, micro=8, eval_every=200, save_every=200),
+    )
+
+
+def hope_760m() -> Recipe:
+    """The paper's 760M Hope: 30B tokens, windows of 4,096, on many GPUs through torchrun."""
+    return _paper("hope_760m", steps=60_000, lr=1.5e-3)
+
+
+def hope_1b3() -> Recipe:
+    """The paper's 1.3B Hope: 100B tokens, windows of 4,096, on many GPUs through torchrun."""
+    return _paper("hope_1b3", steps=200_000, lr=1e-3)
+
+
+def _paper(preset: str, steps: int, lr: float) -> Recipe:
+    return Recipe(
+        model=Model(preset=preset),
+        data=Data(
+            train=("hf:HuggingFaceFW/fineweb-edu",),
+            tokenizer="bpe:32000",
+            length=4096,
+            workers=8,
+        ),
+        optim=Optim(lr=lr, warmup=2000),
+        run=Run(
+            steps=steps,
+            rows=128,
+            micro=1,
+            eval_every=1000,
+            save_every=1000,
+            precision="bf16",
+            compile=True,
+            recompute=True,
+            strategy="fsdp",
+        ),
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    f.__name__: f for f in (tiny, stream, small, hope_760m, hope_1b3)
+}
+
+
+def get_recipe(name: str) -> Recipe:
+    """The recipe of this name."""
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+    return RECIPES[name]()

@@ -1,9 +1,13 @@
-"""One step: losses and gradients of a batch, over micro-batches and processes, and their sizes."""
+"""One step: losses and gradients of a batch, over micro-batches and processes, and their sizes.
+
+Memories that are carried from step to step start anew where a document starts (`Restarts`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +16,12 @@ from torch import Tensor, nn
 from nestling.losses import IGNORE, pair_losses
 from nestling.models.cache import MemoryCache
 from nestling.train.batches import Batch
+from nestling.train.distributed import World
 from nestling.train.optimizers import level_of
 from nestling.train.recipe import Run
-from nestling.train.restart import Restarts
-from nestling.train.world import World
-from nestling.tree import state_detach
+from nestling.tree import state_detach, tree_map
 
-__all__ = ["Gradients", "gradients", "level_norms", "loss_sum"]
+__all__ = ["Gradients", "Restarts", "gradients", "level_norms", "loss_sum", "precision"]
 
 
 class Gradients(NamedTuple):
@@ -29,16 +32,59 @@ class Gradients(NamedTuple):
     carry: list[Any] | None
 
 
+class Restarts:
+    """Gives the rows of a batch that start a document the layers' trained initial states.
+
+    The exchange happens inside each layer, before it reads: there FSDP2 has put its parameters
+    together, and gradients reach the initial states in the same way for any number of processes.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._fresh: Tensor | None = None
+        for layer in layers:
+            layer.register_forward_pre_hook(self._exchange)
+
+    @contextlib.contextmanager
+    def rows(self, fresh: Tensor | None) -> Iterator[None]:
+        """While this lasts, these rows ([B] bool) start anew."""
+        self._fresh = fresh if fresh is not None and bool(fresh.any()) else None
+        try:
+            yield
+        finally:
+            self._fresh = None
+
+    def _exchange(self, layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._fresh is None or len(arguments) < 2 or arguments[1] is None:
+            return None
+        x, states, *rest = arguments
+        fresh = self._fresh.to(x.device)
+
+        def pick(new: Tensor, old: Tensor) -> Tensor:
+            if new.shape != old.shape:
+                raise ValueError(
+                    "this mixer's state grows with what it has read, so it cannot start anew row"
+                    " by row; set data.carry=false (or give attention a window)"
+                )
+            return torch.where(fresh.view(-1, *[1] * (old.dim() - 1)), new, old)
+
+        return (x, tree_map(pick, layer.init(len(fresh)), states), *rest)
+
+
 def loss_sum(
-    model: nn.Module, batch: Batch, states: Any = None, *, keep: bool = False
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    states: Any = None,
+    *,
+    keep: bool = False,
 ) -> tuple[Tensor, Any]:
     """The summed next-token loss of a batch, and the memory states after it (when kept)."""
     options: dict[str, Any] = {"use_cache": keep}
     if keep and states is not None:
         options["past_key_values"] = MemoryCache(len(states), states)
-    mask = None if bool(batch.mask.all()) else batch.mask
-    out = model(input_ids=batch.ids, attention_mask=mask, **options)
-    loss = pair_losses(out.logits, batch.targets).sum()
+    mask = None if bool(batch.mask.all()) else batch.mask.to(device)  # decided before it moves
+    out = model(input_ids=batch.ids.to(device), attention_mask=mask, **options)
+    loss = pair_losses(out.logits, batch.targets.to(device)).sum()
     return loss, out.past_key_values.states if keep else None
 
 
@@ -60,29 +106,25 @@ def gradients(
     total = world.sum(float((batch.targets != IGNORE).sum()))[0]
     pieces = _micro(batch, run.micro)
     after: list[Any] = []
-    summed = 0.0
+    summed = torch.zeros((), dtype=torch.float64, device=world.device)
     for number, piece in enumerate(pieces):
         states = None if carry is None else carry[number]
         last = number == len(pieces) - 1
         anew = restarts.rows(piece.fresh) if restarts else contextlib.nullcontext()
         with anew, _synchronised(model, last):
-            with _precision(run, world):
-                loss, states = loss_sum(model, _to(piece, world.device), states, keep=keep)
+            with precision(run, world):
+                loss, states = loss_sum(model, piece, world.device, states, keep=keep)
             # DDP and FSDP average over processes; the sum over all of them is what counts.
             (loss * (world.size / total)).backward()
-        summed += float(loss.detach())
+        summed += loss.detach()
         after.append(state_detach(states) if keep else None)
-    return Gradients(world.sum(summed)[0] / total, int(total), after if keep else None)
+    return Gradients(world.sum(float(summed))[0] / total, int(total), after if keep else None)
 
 
 def _micro(batch: Batch, rows: int | None) -> list[Batch]:
     if rows is None or rows >= len(batch.ids):
         return [batch]
     return [Batch(*part) for part in zip(*(field.split(rows) for field in batch), strict=True)]
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(field.to(device) for field in batch))
 
 
 @contextlib.contextmanager
@@ -97,19 +139,35 @@ def _synchronised(model: nn.Module, last: bool) -> Any:
     yield
 
 
-def _precision(run: Run, world: World) -> Any:
+def precision(run: Run, world: World) -> Any:
+    """The precision of forward passes: `run.precision`, by autocast."""
     if run.precision == "bf16":
         return torch.autocast(world.device.type, dtype=torch.bfloat16)
     return contextlib.nullcontext()
 
 
-def level_norms(model: Any) -> dict[str, float]:
-    """The gradient's norm per level: `mixer`, each level of the channel memory by name, `rest`."""
-    squares: dict[str, float] = {}
+def level_norms(model: Any, world: World) -> dict[str, float]:
+    """The gradient's norm per level: `mixer`, each level of the channel memory by name, `rest`.
+
+    The squares are summed where the gradients are; one transfer brings them to the host.
+    """
+    places: list[tuple[str, bool]] = []  # of each gradient: its level, and whether it is cut
+    squares: list[Tensor] = []
     for name, weight in model.named_parameters():
-        if weight.grad is None:
-            continue
-        grad = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-        where = level_of(model, name)
-        squares[where] = squares.get(where, 0.0) + float(grad.square().sum())
-    return {where: math.sqrt(square) for where, square in squares.items()}
+        if weight.grad is not None:
+            cut = hasattr(weight.grad, "device_mesh")
+            local = weight.grad.to_local() if cut else weight.grad
+            places.append((level_of(model, name), cut))
+            squares.append(local.detach().float().square().sum())
+    sums: dict[tuple[str, bool], float] = {}
+    for place, square in zip(places, torch.stack(squares).tolist() if squares else []):
+        sums[place] = sums.get(place, 0.0) + square
+    cut_places = sorted({place for place in places if place[1]})
+    if cut_places:
+        totals = world.sum(*(sums[place] for place in cut_places))
+        sums |= dict(zip(cut_places, totals, strict=True))
+    levels = dict.fromkeys(where for where, _ in places)
+    return {
+        where: math.sqrt(sums.get((where, False), 0.0) + sums.get((where, True), 0.0))
+        for where in levels
+    }

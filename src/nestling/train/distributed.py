@@ -1,15 +1,11 @@
-"""Processes: the only place that knows how many there are. One process is a world of size 1.
-
-States leave a world whole (`whole`) and enter it cut as it needs them (`spread_`), so a checkpoint
-does not depend on the number of processes or on the strategy: 2 -> 1 -> 2 just works.
-"""
+"""Many processes: the only place that knows how many there are. One is a world of size 1."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 
 from nestling.tree import tree_map
 
-__all__ = ["World", "join", "spread_", "whole"]
+__all__ = ["World", "join", "own_rows", "rows_of", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +48,10 @@ class World:
         """True everywhere if true anywhere."""
         return self.sum(float(flag))[0] > 0
 
+    def all(self, flag: bool) -> bool:
+        """True everywhere if true everywhere."""
+        return not self.any(not flag)
+
     def distribute(self, model: nn.Module, strategy: str) -> nn.Module:
         """The model as this world trains it: itself, DDP, or FSDP2 (in place)."""
         model.to(self.device)
@@ -69,17 +69,13 @@ class World:
         fully_shard(model, mesh=mesh)
         return model
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """The rows of all processes, in rank order (a carried memory, for a checkpoint)."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in rank order, in every process (small Python values)."""
         if self.size == 1:
-            return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts)
-
-    def own_rows(self, tensor: Tensor) -> Tensor:
-        """This process's part of rows that `rows` put together."""
-        return tensor.chunk(self.size)[self.rank]
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
 
 def whole(value: Any) -> Any:
@@ -89,47 +85,45 @@ def whole(value: Any) -> Any:
 
 def _gather(tensor: Any) -> Tensor:
     """A sharded tensor whole; one blocking collective, rows padded to equal shards."""
-    from torch.distributed.tensor import Shard
-
-    mesh = tensor.device_mesh
-    if mesh.ndim != 1 or tensor.placements != (Shard(0),):
+    if rows_of(tensor) is None:
         return tensor.full_tensor()
-    local = tensor.to_local().detach()
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
     rows, size = tensor.shape[0], mesh.size()
-    share = -(-rows // size)
-    padded = local.new_zeros(share, *local.shape[1:])
+    padded = local.new_zeros(-(-rows // size), *local.shape[1:])
     padded[: local.shape[0]] = local
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=mesh.get_group())
     return torch.cat(parts)[:rows].clone()
 
 
-def spread_(model: nn.Module, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-    """Load whole states into a model and its optimizer, cut as their parameters are."""
-    current = model.state_dict()
-    missing = sorted(set(current) ^ set(states["model"]))
-    if missing:
-        raise ValueError(f"the checkpoint is of another model: {missing[0]} and others differ")
-    model.load_state_dict({k: _like(v, current[k]) for k, v in states["model"].items()})
-    saved = states["optimizer"]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [i for group in saved["param_groups"] for i in group["params"]]
-    cut = {
-        name: tree_map(lambda t, p=p: _like(t, p), saved["state"][name], plain=True)
-        for name, p in zip(names, parameters, strict=True)
-        if name in saved["state"]
-    }
-    optimizer.load_state_dict({**saved, "state": cut})
+def rows_of(tensor: Any) -> tuple[int, int] | None:
+    """The rows of a tensor that this process holds; None unless it is cut by rows (FSDP2)."""
+    if not hasattr(tensor, "device_mesh"):
+        return None
+    from torch.distributed.tensor import Shard
+
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1 or tensor.placements != (Shard(0),):
+        return None
+    rows = tensor.shape[0]
+    share = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * share, rows)
+    return start, min(start + share, rows)
 
 
-def _like(tensor: Tensor, reference: Any) -> Tensor:
-    if not hasattr(reference, "device_mesh") or tensor.shape != reference.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def own_rows(like: Any, read: Callable[[int, int], Tensor]) -> Tensor:
+    """A tensor cut as `like` is, of the rows that `read(start, stop)` gives."""
+    if not hasattr(like, "device_mesh"):
+        return read(0, like.shape[0] if like.dim() else 0)
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
-    on_device = tensor.to(reference.device)
-    return distribute_tensor(
-        on_device, reference.device_mesh, reference.placements, src_data_rank=None
+    mesh, placements, place = like.device_mesh, like.placements, rows_of(like)
+    if place is None:
+        whole_tensor = read(0, like.shape[0]).to(like.device)
+        return distribute_tensor(whole_tensor, mesh, placements, src_data_rank=None)
+    local = read(*place).to(like.device)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

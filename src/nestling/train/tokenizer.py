@@ -12,7 +12,7 @@ from typing import Any
 from nestling.files import write_atomic
 from nestling.train.corpus import Corpus
 
-__all__ = ["TextEncoder", "load_tokenizer"]
+__all__ = ["TextEncoder", "check_tokenizer", "load_tokenizer"]
 
 
 class TextEncoder:
@@ -35,6 +35,14 @@ class TextEncoder:
         return hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
+def check_tokenizer(name: str) -> None:
+    """Refuse a `bpe:` without a proper size."""
+    if name.startswith("bpe:"):
+        match = re.fullmatch(r"bpe:(\d{1,9})", name)
+        if not match or int(match[1]) < 260:
+            raise ValueError(f"tokenizer {name!r}: expected bpe:SIZE with a size of at least 260")
+
+
 def load_tokenizer(name: str, corpora: Sequence[Corpus], cache: Path) -> TextEncoder:
     """`bytes`, `bpe:SIZE` (trained on the corpora once, then cached), or a folder or hub name."""
     from transformers import AutoTokenizer
@@ -46,7 +54,7 @@ def load_tokenizer(name: str, corpora: Sequence[Corpus], cache: Path) -> TextEnc
     if name.startswith("bpe:"):
         return TextEncoder(_trained(name, corpora, cache))
     try:
-        return TextEncoder(AutoTokenizer.from_pretrained(name))
+        return TextEncoder(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
@@ -58,13 +66,11 @@ def _trained(name: str, corpora: Sequence[Corpus], cache: Path) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    match = re.fullmatch(r"bpe:(\d+)", name)
-    if not match or int(match[1]) < 260:
-        raise ValueError(f"tokenizer {name!r}: expected bpe:SIZE with a size of at least 260")
+    check_tokenizer(name)
     facts = json.dumps([name, [corpus.fingerprint() for corpus in corpora]])
     path = cache / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.tokenizer.json"
     if not path.exists():
-        write_atomic(path, _train(corpora, int(match[1])).to_str().encode())
+        write_atomic(path, _train(corpora, int(name[4:])).to_str().encode())
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_file(str(path)),
         pad_token="<pad>",

@@ -1,0 +1,518 @@
+"""A run: the parts a recipe asks for, the loop over its steps, and going on after any stop."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from nestling.description import Timeline
+from nestling.files import locked
+from nestling.host import bf16_speed, keep_memory
+from nestling.levels import LevelUpdate
+from nestling.losses import IGNORE
+from nestling.train.batches import Batch, Batches, Sequential, Shuffled
+from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
+from nestling.train.corpus import Corpus
+from nestling.train.distributed import World, whole
+from nestling.train.optimizers import OPTIMIZERS, build, by_level
+from nestling.train.packed import PackedCorpus, prepare
+from nestling.train.progress import Progress, preparing
+from nestling.train.recipe import Recipe
+from nestling.train.step import Gradients, Restarts, gradients, level_norms, loss_sum, precision
+from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
+from nestling.tree import named_tuples, state_select, state_stack, state_to
+
+__all__ = [
+    "Outcome",
+    "Trainer",
+    "TrainingFailedError",
+    "check",
+    "evaluate",
+    "load_data",
+    "make_batches",
+    "make_model",
+    "train",
+]
+
+
+class TrainingFailedError(RuntimeError):
+    """The run cannot go on; the message says why and where the last good checkpoint is."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended: `signal` is set when it was asked to stop."""
+
+    step: int
+    loss: float
+    best: float
+    model: Any
+    encoder: TextEncoder
+    timeline: Timeline
+    signal: int | None
+
+
+def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
+    """Run a recipe in a folder, from its newest checkpoint if there is one.
+
+    SIGTERM and Ctrl-C save a checkpoint after the running step and end the run; `Outcome.signal`
+    tells which. At the end the model lies in `folder/model` in Hugging Face's format. The folder is
+    locked while the run lasts; a second run in it is refused with the name of the first.
+    """
+    world = world or World()
+    check(recipe)
+    keep_memory()
+    run = recipe.run
+    with (
+        locked(folder) if world.main else contextlib.nullcontext(),
+        Progress(run.steps, folder, speak=world.main) as progress,
+        _stop_requests() as asked,
+    ):
+        trainer = Trainer(recipe, folder, world, progress)
+        trainer.resume()
+        saved = trainer.memory.step
+        while not trainer.done:
+            trainer.step()
+            step = trainer.memory.step
+            last = step >= run.steps
+            if step % run.eval_every == 0 or last:
+                trainer.judge()
+            if run.sample_every and step % run.sample_every == 0:
+                trainer.sample()
+            stop = world.any(bool(asked))
+            due = step % run.save_every == 0 or last or stop or trainer.done
+            if due and step != saved and trainer.save():
+                saved = step
+            if stop:
+                progress.say(f"stopped at step {step}; the same command goes on from there")
+                break
+        finished = trainer.done
+        if finished:
+            _export(trainer, folder / "model")
+            if trainer.timeline.updates and world.main:
+                trainer.timeline.draw(folder / "timeline.svg")
+    memory = trainer.memory
+    sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)
+    return Outcome(
+        memory.step,
+        trainer.loss,
+        memory.best,
+        trainer.bare,
+        trainer.encoder,
+        trainer.timeline,
+        sign,
+    )
+
+
+def _export(trainer: Trainer, folder: Path) -> None:
+    tied = trainer.bare._tied_weights_keys if trainer.bare.config.tie_word_embeddings else {}
+    weights = {k: v for k, v in trainer.bare.state_dict().items() if k not in tied}
+    weights = whole(weights)
+    if trainer.world.main:
+        trainer.bare.save_pretrained(folder, state_dict=weights)
+        trainer.encoder.tokenizer.save_pretrained(folder)
+        trainer.progress.say(f"saved the model in {folder}")
+    trainer.world.barrier()
+
+
+@contextlib.contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Signals that ask the run to end, in order of arrival."""
+    asked: list[int] = []
+    old = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError):  # not the main thread: no signals here
+            old[number] = signal.signal(number, lambda n, frame: asked.append(n))
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+# The parts of a run
+
+
+def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, PackedCorpus]:
+    """The tokenizer and the packed training and validation text; rank 0 prepares, others wait."""
+    data = recipe.data
+    cache = Path(data.cache).expanduser()
+    options = {"separator": data.separator, "field": data.field}
+    train = [Corpus(source=source, **options) for source in data.train]  # type: ignore[arg-type]
+    valid = [Corpus(source=source, **options) for source in data.valid]  # type: ignore[arg-type]
+    if not world.main:
+        world.barrier()
+    encoder = load_tokenizer(data.tokenizer, train, cache)
+    packed = []
+    for what, corpora in (("training text", train), ("validation text", valid)):
+        with preparing(what, speak=world.main) as progress:
+            packed.append(prepare(corpora, encoder, cache, workers=data.workers, progress=progress))
+    if world.main:
+        world.barrier()
+    return encoder, packed[0], packed[1]
+
+
+PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a recipe that cannot run, before anything is made or written."""
+    _config(recipe, {})
+    if recipe.optim.name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"optim.name must be one of {known}; got {recipe.optim.name!r}")
+    check_tokenizer(recipe.data.tokenizer)
+    for source in (*recipe.data.train, *recipe.data.valid):
+        Corpus(source=source).check()
+
+
+def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
+    """The model's configuration: the preset, the tokenizer's `fields`, and the recipe's own."""
+    from nestling.models import presets
+
+    model = recipe.model
+    if model.preset not in PRESETS:
+        raise ValueError(f"model.preset: no preset {model.preset!r}; known: {', '.join(PRESETS)}")
+    make = getattr(presets, model.preset)
+    usual = make(model.mixer).to_dict()
+    for name, value in model.fields.items():
+        if name not in usual:
+            near = difflib.get_close_matches(name, usual, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"model.fields: the configuration has no {name!r}{hint}")
+        numbers = (int, float) if type(usual[name]) is float else (int,)
+        if type(usual[name]) in (int, float) and type(value) not in numbers:
+            kind = "whole number" if numbers == (int,) else "number"
+            raise ValueError(f"model.fields: {name} must be a {kind}; got {value!r}")
+        if isinstance(usual[name], (list, tuple)) and not isinstance(value, (list, tuple)):
+            raise ValueError(f"model.fields: {name} must be a list; got {value!r}")
+    try:
+        return make(model.mixer, **{**fields, **model.fields})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"model.fields: {error}") from error
+
+
+def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
+    """A fresh model for the recipe; the vocabulary is the tokenizer's."""
+    from nestling.models import NestlingForCausalLM
+
+    special = encoder.tokenizer
+    fields = {
+        "vocab_size": encoder.vocab_size,
+        "eos_token_id": special.eos_token_id,
+        "bos_token_id": special.bos_token_id,
+        "pad_token_id": special.pad_token_id,
+    }
+    asked = recipe.model.fields.get("vocab_size", encoder.vocab_size)
+    if asked < encoder.vocab_size:
+        raise ValueError(
+            f"model.fields.vocab_size={asked} is smaller than the tokenizer's vocabulary of"
+            f" {encoder.vocab_size}"
+        )
+    torch.manual_seed(recipe.run.seed)
+    return NestlingForCausalLM(_config(recipe, fields))
+
+
+def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
+    """The recipe's order of reading."""
+    settings = {"rows": recipe.run.rows, "length": recipe.data.length, "seed": recipe.run.seed}
+    if recipe.data.order == "sequential":
+        return Sequential(packed=packed, **settings)
+    return Shuffled(packed=packed, cross=recipe.data.order == "shuffled", **settings)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, packed: PackedCorpus, recipe: Recipe, world: World) -> float:
+    """The mean next-token loss on the first windows of a packed corpus."""
+    rows = max(world.size, min(recipe.run.rows, recipe.run.eval_windows))
+    batches = Shuffled(packed=packed, rows=rows, length=recipe.data.length, seed=0)
+    steps = max(1, min(recipe.run.eval_windows, batches.windows) // rows)
+    summed, count = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
+    model.eval()
+    for step in range(steps):
+        batch = batches(step, world.rank, world.size)
+        with precision(recipe.run, world):
+            loss, _ = loss_sum(model, batch, world.device)
+        summed += loss
+        count += float((batch.targets != IGNORE).sum())
+    model.train()
+    total, count = world.sum(float(summed), count)
+    return total / count
+
+
+# The run
+
+
+class _Memory(NamedTuple):
+    """What must survive between steps, besides weights and optimizer."""
+
+    step: int = 0
+    best: float = math.inf
+    best_step: int | None = None
+    stale: int = 0
+    bad: int = 0
+    skipped: int = 0
+
+
+class Trainer:
+    """One process's run of one recipe."""
+
+    def __init__(self, recipe: Recipe, folder: Path, world: World, progress: Progress) -> None:
+        self.recipe, self.folder, self.world, self.progress = recipe, folder, world, progress
+        if recipe.run.precision == "bf16" and world.device.type == "cpu" and world.main:
+            _check_bf16(progress)
+        self.encoder, train, self.valid = load_data(recipe, world)
+        self.batches = make_batches(recipe, train)
+        self.bare = make_model(recipe, self.encoder)
+        if recipe.run.recompute:
+            self.bare.gradient_checkpointing_enable()
+        keep = recipe.data.order == "sequential" and recipe.data.carry
+        self.restarts = Restarts(self.bare.model.layers) if keep else None
+        self.model: Any = world.distribute(self.bare, recipe.run.strategy)
+        if recipe.run.compile:
+            self.model = torch.compile(self.model)
+        self.optimizer = build(recipe.optim, self.bare)
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.carry: list[Any] | None = None
+        self.memory = _Memory()
+        self.loss = math.nan
+        self.timeline = Timeline()
+        self._watch = self._watcher()
+
+    def _watcher(self) -> Callable[[int], Any]:
+        """With levels of different chunks, note who changed when (one process)."""
+        if not self.recipe.optim.chunks or self.world.size > 1:
+            return lambda step: None
+        levels = by_level(self.bare)
+        return self.timeline.watch({k: [w for _, w in v] for k, v in levels.items()})
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        if self.world.main:
+            sweep(self.checkpoints)
+        types = named_tuples(self.bare.model.init_states(1))
+        found = load_latest(self.checkpoints, types, self.world)
+        if found is None:
+            return
+        _same_run(found, self.recipe, self.checkpoints)
+        restore_(self.bare, self.optimizer, found)
+        _restore_random(found.load("random"))
+        self.carry = self._load_carry(found)
+        self.memory = _Memory(**found.load("memory"))
+        self.timeline.extend(_update(*saved) for saved in found.load("timeline"))
+        self._watch = self._watcher()
+        self.loss = found.facts["loss"]
+        self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
+
+    def save(self) -> bool:
+        """Write a checkpoint, each process its share; False if there is nothing good to save.
+
+        After a bad step nothing is saved; weights that are not finite, or whose loss on the next
+        tokens is not, end the run. The last good checkpoint stays what it was.
+        """
+        if self.memory.bad:
+            return False
+        loss = self._next_loss()
+        if not math.isfinite(loss) or not self.world.all(_finite(self.bare)):
+            raise TrainingFailedError(
+                f"the weights after step {self.memory.step} are not finite or their loss ({loss})"
+                f" is not; nothing was saved. {self._advice()}"
+            )
+        states = {
+            "model": self.bare.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "carry": None if self.carry is None else state_stack(self.carry),
+            "random": _random_state(),
+            "memory": self.memory._asdict(),
+            "timeline": [tuple(update) for update in self.timeline.updates],
+        }
+        save_checkpoint(
+            self.checkpoints,
+            self.memory.step,
+            states,
+            {"recipe": self.recipe.to_json(), "loss": self.loss},
+            keep=self.recipe.run.keep,
+            best=self.memory.best_step,
+            world=self.world,
+            cut=("carry",),
+        )
+        return True
+
+    @torch.no_grad()
+    def _next_loss(self) -> float:
+        """The loss of the present weights on some of the tokens that come next."""
+        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        few = Batch(*(field[: self.recipe.run.micro or len(field)] for field in batch))
+        self.model.eval()
+        with precision(self.recipe.run, self.world):
+            loss, _ = loss_sum(self.model, few, self.world.device)
+        self.model.train()
+        return self.world.sum(float(loss))[0]
+
+    def _advice(self) -> str:
+        return f"The last good checkpoint is in {self.checkpoints}; try a lower optim.lr"
+
+    def _load_carry(self, found: Checkpoint) -> list[Any] | None:
+        """This process's rows of the carried memories, in its micro-batches."""
+        rows = self.recipe.run.rows // self.world.size
+        start = self.world.rank * rows
+        own = found.load("carry", lambda name: found.read(name, start, start + rows))
+        if own is None:
+            return None
+        if not named_tuples(own):  # the form of earlier versions
+            raise ValueError(
+                f"{self.checkpoints} was written by an earlier version; give the run a new folder"
+            )
+        own = state_to(own, device=self.world.device)
+        places = torch.arange(rows).split(self.recipe.run.micro or rows)
+        return [state_select(own, index) for index in places]
+
+    def step(self) -> None:
+        """One optimizer step, skipped as a whole if the loss or gradient is not finite."""
+        memory, optim = self.memory, self.recipe.optim
+        batch = self.batches(memory.step, self.world.rank, self.world.size)
+        found = gradients(self.model, batch, self.recipe.run, self.world, self.carry, self.restarts)
+        norm = _norm(self.bare, optim.clip)
+        facts = {"loss": found.loss, "gradient_norm": norm, "tokens": found.tokens}
+        if (memory.step + 1) % self.progress.every == 0:
+            norms = level_norms(self.bare, self.world)
+            facts |= {f"gradient_norm/{level}": value for level, value in norms.items()}
+        if math.isfinite(found.loss) and math.isfinite(norm):
+            self._take(found)
+            self.memory = self.memory._replace(bad=0)
+        else:
+            self._refuse(found.loss, norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.memory = self.memory._replace(step=memory.step + 1)
+        facts["lr"] = self.optimizer.param_groups[0]["lr"]
+        self.progress.step(self.memory.step, found.tokens, facts)
+
+    def _take(self, found: Gradients) -> None:
+        factor = self.recipe.schedule(self.memory.step)
+        for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        self._watch(self.memory.step + 1)
+        self.carry, self.loss = found.carry, found.loss
+
+    def _refuse(self, loss: float, norm: float) -> None:
+        memory = self.memory
+        self.memory = memory._replace(bad=memory.bad + 1, skipped=memory.skipped + 1)
+        self.progress.say(
+            f"step {memory.step + 1} skipped, nothing changed: loss {loss}, gradient norm {norm}"
+        )
+        if self.memory.bad >= self.recipe.run.max_bad:
+            raise TrainingFailedError(
+                f"{self.memory.bad} steps in a row had a loss or gradient that is not finite"
+                f" (last: loss {loss}, gradient norm {norm}); stopped at step {memory.step + 1}."
+                f" {self._advice()}"
+            )
+
+    def judge(self) -> None:
+        """Evaluate, and remember whether it got better."""
+        loss = evaluate(self.model, self.valid, self.recipe, self.world)
+        memory = self.memory
+        if loss < memory.best:
+            self.memory = memory._replace(best=loss, best_step=memory.step, stale=0)
+        else:
+            self.memory = memory._replace(stale=memory.stale + 1)
+        self.progress.record(memory.step, {"validation_loss": loss})
+        self.progress.say(f"step {memory.step}: validation loss {loss:.4f}")
+
+    def sample(self) -> None:
+        """Show what the model writes."""
+        if self.world.size > 1:
+            return  # generation with sharded weights would need every process
+        tokenizer = self.encoder.tokenizer
+        ids = tokenizer(self.recipe.run.sample_prompt, return_tensors="pt").to(self.world.device)
+        self.bare.eval()
+        out = self.bare.generate(**ids, max_new_tokens=80, do_sample=False)
+        self.bare.train()
+        text = tokenizer.decode(out[0], skip_special_tokens=True)
+        self.progress.record(self.memory.step, {"sample": text})
+        self.progress.say(f"sample: {text!r}")
+
+    @property
+    def done(self) -> bool:
+        run = self.recipe.run
+        stale = run.patience is not None and self.memory.stale >= run.patience
+        return self.memory.step >= run.steps or stale
+
+
+def _check_bf16(progress: Progress) -> None:
+    """Refuse bf16 where this CPU faults on it, and say so where it is slower than float32."""
+    speed = bf16_speed()
+    if speed is None:
+        raise ValueError(
+            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
+            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        )
+    if speed < 1.0:
+        progress.say(
+            f"run.precision=bf16 is emulated on this CPU: {speed:.2f}x the speed of float32; take"
+            " run.precision=float32"
+        )
+
+
+def _finite(model: nn.Module) -> bool:
+    """True if every weight this process holds is finite; one transfer tells."""
+    weights: Iterator[Any] = model.parameters()
+    local = [p.to_local() if hasattr(p, "device_mesh") else p for p in weights]
+    sizes = [p.detach().abs().amax() for p in local if p.numel()]
+    return not sizes or bool(torch.stack([size.float() for size in sizes]).isfinite().all())
+
+
+def _norm(model: nn.Module, clip: float | None) -> float:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _update(position: int, level: str, *measures: float) -> LevelUpdate:
+    """A saved update; earlier versions kept two measures, the gradient's norm and the step."""
+    if len(measures) == 2:
+        measures = (math.nan, *measures, math.nan)
+    return LevelUpdate(position, level, *measures)
+
+
+def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
+    """Refuse to continue a run of another model or other data; its length may change."""
+    old, new = found.facts["recipe"], recipe.to_json()
+    for part, keys in (
+        ("model", None),
+        ("data", None),
+        ("optim", ("name",)),
+        ("run", ("seed", "rows")),
+    ):
+        for key in keys or new[part]:
+            if key not in ("cache", "workers") and old[part].get(key) != new[part][key]:
+                raise ValueError(
+                    f"{folder} holds a run with {part}.{key}={old[part].get(key)!r}, not"
+                    f" {new[part][key]!r}; give the new run its own folder"
+                )
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
