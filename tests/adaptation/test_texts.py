@@ -28,13 +28,15 @@ def phrase(seed: int = 0, count: int = 130) -> torch.Tensor:
 
 
 def natural(model=None, **options):
+    """Steps long enough for models of a few thousand weights, and no limit on forgetting."""
     return nestling.adapt(
         tiny() if model is None else model,
         [16, 64],
-        rate=[30.0, 0.0],
         rule="natural",
-        layers=None,
+        rate=[30.0, 0.0],
         rank=6,
+        layers=None,
+        limits=Limits(forget=math.inf),
         **options,
     )
 
@@ -155,7 +157,8 @@ def test_undo_and_learning_go_on_after_loading(tmp_path):
     assert torch.equal(again(phrase()[None]).logits, learner(phrase()[None]).logits)
     assert again.undo("b") == "b"
     assert again.score(phrase(1)) == pytest.approx(before, abs=0.02)
-    one, two = (nestling.load_learner(model, tmp_path) for _ in range(2))
+    free = Limits(forget=math.inf)
+    one, two = (nestling.load_learner(model, tmp_path, limits=free) for _ in range(2))
     for each in (one, two):
         each.learn(phrase(3), name="c")
     assert torch.equal(one(phrase()[None]).logits, two(phrase()[None]).logits)

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,9 +114,13 @@ def base_norms(continuum: Continuum) -> dict[str, float]:
 def as_numbers(updates: Iterable[LevelUpdate]) -> list[LevelUpdate]:
     """The engine's records of one memory, [1] tensors, as plain numbers."""
     return [
-        LevelUpdate(update.position, update.level, *(float(each) for each in update[2:]))
+        LevelUpdate(update.position, update.level, *(_number(each) for each in update[2:]))
         for update in updates
     ]
+
+
+def _number(measure: Any) -> float:
+    return float(measure.detach() if isinstance(measure, torch.Tensor) else measure)
 
 
 def find_alarm(updates: Sequence[LevelUpdate], limits: Limits) -> Alarm | None:
@@ -143,7 +147,7 @@ def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) 
         levels, made = list(after), []
         for update in updates:
             number, base = numbers[update.level], norms[update.level]
-            fast, step = levels[number].fast, float(update.step)
+            fast, step = levels[number].fast, _number(update.step)
             if math.isfinite(step) and step > limits.step * base:
                 share = limits.step * base / step
                 rank = continuum.levels[number].rank
@@ -151,7 +155,7 @@ def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) 
                 fast = tuple(_between(old, new, share, rank) for old, new in both)
                 update = update._replace(step=update.step * share, distance=update.step * 0)
                 update = update._replace(distance=update.distance + norm(fast))
-            far = float(update.distance)
+            far = _number(update.distance)
             if math.isfinite(far) and far > limits.drift * base:
                 share = limits.drift * base / far
                 fast = tuple(differences.scale(part, share) for part in fast)
@@ -166,7 +170,8 @@ def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) 
 
 def norm(fast: Iterable[Fast]) -> float:
     """The norm of a level's differences together."""
-    return math.sqrt(sum(float(torch.as_tensor(differences.norm2(part)).sum()) for part in fast))
+    squares = (torch.as_tensor(differences.norm2(part)).detach() for part in fast)
+    return math.sqrt(sum(float(each.sum()) for each in squares))
 
 
 def _between(old: Fast, new: Fast, share: float, rank: int | None) -> Fast:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from nestling.continuum.assignment import cut, weight_of
 from nestling.continuum.reading import Reading
 from nestling.levels import LevelUpdate
 from nestling.losses import pair_losses, windowed_losses
-from nestling.tree import tree_map
 
 __all__ = ["Learner", "Report", "Text", "passes_for"]
 
@@ -133,7 +132,6 @@ class Learner:
         self._norms = base_norms(continuum)
         self._last: dict[str, LevelUpdate] = {}
         self._begun: tuple[str, ContinuumState] | None = None
-        self._exact: dict[str, tuple[Levels, Levels]] = {}
         self.continuum.confine = trust_region(continuum, self._norms, self.limits)
 
     # What it is
@@ -178,7 +176,7 @@ class Learner:
     def size(self) -> dict[str, int]:
         """Bytes: each level's fast weights, unfinished chunks and rule states, running context,
         what can be undone, and what the snapshots hold beyond that."""
-        levels, changed = self.state.levels, [text.changed for text in self.texts]
+        levels, before = self.state.levels, [text.before for text in self.texts]
         sizes = {
             level.name: tree_bytes(state.fast, state.start)
             for level, state in zip(self.levels, levels, strict=True)
@@ -190,7 +188,7 @@ class Learner:
             **sizes,
             "working": tree_bytes(levels) - learned,
             "context": total - tree_bytes(levels),
-            "undo": tree_bytes(*changed),
+            "undo": tree_bytes(*before) // 2,  # as they are saved
             "snapshots": kept - total,
         }
 
@@ -339,9 +337,8 @@ class Learner:
             self._refuse(alarm, Report() if report is None else report)
             return alarm
         self._begun = None
-        changed = _difference(self.continuum, before.levels, self.state.levels)
-        self.texts = [*self.texts, Text(name, changed)][-UNDO:]
-        self._exact = {name: (before.levels, self.state.levels)}
+        known = tuple(level.fast for level in before.levels)
+        self.texts = [*self.texts, Text(name, known)][-UNDO:]
         middle = max(len(ids) - PROBE, 0) // 2
         self.probes = [*self.probes, ids[middle : middle + PROBE].cpu()][-PROBES:]
         self._snapshots.add(self.state)
@@ -459,10 +456,10 @@ class Learner:
         for place, (old, new) in enumerate(zip(*rises, strict=True)):
             rise = new + old
             mine = place == 0 and self._budget is not None
-            measure = "the loss of the model's own text" if mine else "the loss of an earlier text"
+            measure = "the model's own text" if mine else "an earlier text"
             if not rise <= self.limits.forget:
                 return Alarm(
-                    self.position, "all", f"rise of the {measure}", rise, self.limits.forget
+                    self.position, "all", f"rise of the loss of {measure}", rise, self.limits.forget
                 )
         return None
 
@@ -521,22 +518,29 @@ class Learner:
     def undo(self, name: str | None = None) -> str:
         """Take back what one text changed: the last one, or by name; returns its name.
 
-        What later texts changed stays; if there were none, the memory is as before, to the bit
-        (after saving and loading: to half precision). See `learner.texts` for what can be undone.
+        What later texts changed stays, within the levels' rank. Undoing the last text returns to
+        the memory before it, to the bit (after saving and loading: in half precision); streams
+        read since then go with it. See `learner.texts` for what can be undone.
         """
         names = [text.name for text in self.texts]
         if not names or (name is not None and name not in names):
             known = ", ".join(map(repr, names)) or "none"
             raise ValueError(f"no text {name or ''!r} that can be undone; there are {known}")
         place = len(names) - 1 if name is None else len(names) - 1 - names[::-1].index(name)
-        text = self.texts[place]
-        before, after = self._exact.get(text.name, (None, None))
-        if before is not None and after is self.state.levels:
-            levels = before
-        else:
-            levels = _without(self.continuum, self.state.levels, text.changed)
+        text, later = self.texts[place], self.texts[place + 1 :]
+        after = later[0].before if later else None
+        ranks = [level.rank for level in self.continuum.levels]
+        now = tuple(level.fast for level in self.state.levels)
+        fasts = text.before if after is None else _without(now, text.before, after, ranks)
+        levels = tuple(
+            level._replace(fast=fast) for level, fast in zip(self.state.levels, fasts, strict=True)
+        )
         self.state = self.continuum.new_context(self.state._replace(levels=levels))
-        self.texts = self.texts[:place] + self.texts[place + 1 :]
+        self.texts = self.texts[:place] + [
+            Text(each.name, _without(each.before, text.before, after, ranks))
+            for each in later
+            if after is not None
+        ]
         self._last = {}
         return text.name
 
@@ -640,38 +644,23 @@ def passes_for(tokens: int) -> int:
 _REST = ("working", "context", "undo", "snapshots")
 
 
-def _difference(continuum: Continuum, before: Levels, after: Levels) -> tuple[Any, ...]:
-    """What changed, per level and part, in half precision: full, or of the level's rank."""
-    changed = []
-    for level, old, new in zip(continuum.levels, before, after, strict=True):
-        parts = []
-        for was, now in zip(old.fast, new.fast, strict=True):
-            step = None if was is now else _less(now, was, level.rank)
-            parts.append(tree_map(torch.Tensor.half, step))
-        changed.append(tuple(parts))
-    return tuple(changed)
+Fasts = tuple[tuple[Fast, ...], ...]
 
 
-def _less(fast: Fast, other: Fast, rank: int | None) -> Fast:
-    """`fast - other`, in the form of a level of this rank."""
-    rest = differences.add(fast, differences.scale(other, -1.0))
-    return rest if rank is None or rest is None else differences.truncate(rest, rank)[0]
-
-
-def _without(continuum: Continuum, levels: Levels, changed: tuple[Any, ...]) -> Levels:
-    """The levels without what a text has changed."""
-    left = []
-    for level, state, gone in zip(continuum.levels, levels, changed, strict=True):
-        parts = tuple(
-            now if was is None else _less(now, tree_map(_exact(state.seen), was), level.rank)
-            for now, was in zip(state.fast, gone, strict=True)
+def _without(now: Fasts, before: Fasts, after: Fasts, ranks: Sequence[int | None]) -> Fasts:
+    """`now - (after - before)` for every level and part, in the level's own form."""
+    return tuple(
+        tuple(
+            fast if new is old else _less(fast, new, old, rank)
+            for fast, old, new in zip(*parts, strict=True)
         )
-        left.append(state._replace(fast=parts))
-    return tuple(left)
+        for rank, *parts in zip(ranks, now, before, after, strict=True)
+    )
 
 
-def _exact(like: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda half: half.to(like.dtype)
+def _less(fast: Fast, new: Fast, old: Fast, rank: int | None) -> Fast:
+    rest = differences.add(differences.add(fast, differences.scale(new, -1.0)), old)
+    return rest if rank is None or rest is None else differences.truncate(rest, rank)[0]
 
 
 def _revived(continuum: Continuum, state: ContinuumState) -> ContinuumState:
@@ -686,7 +675,7 @@ def _revived(continuum: Continuum, state: ContinuumState) -> ContinuumState:
             begin, now = starts[place], fasts[place]
             if isinstance(new, Tensor) and isinstance(begin, Tensor) and isinstance(now, Tensor):
                 starts[place] = begin = begin.detach().clone().requires_grad_(new.requires_grad)
-                fasts[place] = begin + (now - begin).detach()
+                fasts[place] = now.detach() + (begin - begin.detach())
         levels.append(level._replace(start=tuple(starts), fast=tuple(fasts)))
     return state._replace(levels=tuple(levels))
 

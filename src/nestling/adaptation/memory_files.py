@@ -25,17 +25,17 @@ from nestling.files import (
     save_state,
 )
 from nestling.levels import LevelUpdate
-from nestling.tree import named_tuples, state_to, tree_leaves
+from nestling.tree import named_tuples, state_to, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from nestling.adaptation.learner import Learner
 
 
 class Text(NamedTuple):
-    """A text the memory has learned, and what it changed: one difference per level and part."""
+    """A text the memory has learned, and what every level's parts were before it."""
 
     name: str
-    changed: tuple[tuple[Fast, ...], ...]
+    before: tuple[tuple[Fast, ...], ...]
 
 
 __all__ = ["MemoryTree", "Saved", "Text", "describe", "fingerprint", "load", "read_meta", "save"]
@@ -50,7 +50,7 @@ class MemoryTree(NamedTuple):
     state: ContinuumState
     own: Tensor | None  # [rows, length]: text the base model wrote by itself
     probes: tuple[Tensor, ...]  # [n] each: a little of every text, to see that it stays known
-    changed: tuple[Any, ...]  # per text that can be undone: what it changed
+    before: tuple[Any, ...]  # per text that can be undone: the levels before it, in float16
 
 
 class Saved(NamedTuple):
@@ -92,8 +92,8 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
         json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise ValueError(f"notes must be something JSON can hold: {error}") from error
-    changed = tuple(text.changed for text in learner.texts)
-    tree = MemoryTree(state, own_texts.drawn(learner.model), tuple(learner.probes), changed)
+    before = tuple(tree_map(torch.Tensor.half, text.before) for text in learner.texts)
+    tree = MemoryTree(state, own_texts.drawn(learner.model), tuple(learner.probes), before)
     save_state(folder, NAME, KIND, tree, facts)
 
 
@@ -127,7 +127,9 @@ def load(folder: Path, learner: Learner) -> Saved:
         raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
     _check_texts(folder, tree, facts["texts"], learner)
     tree = state_to(tree, device=learner.device)
-    texts = [Text(name, parts) for name, parts in zip(facts["texts"], tree.changed, strict=True)]
+    exact = state.levels[0].seen.dtype
+    before = tree_map(lambda half: half.to(exact), tree.before)
+    texts = [Text(name, parts) for name, parts in zip(facts["texts"], before, strict=True)]
     probes = [ids.cpu() for ids in tree.probes]
     return Saved(tree.state, tree.own, probes, texts, history, facts["notes"])
 
@@ -220,13 +222,13 @@ def _check_texts(folder: Path, tree: MemoryTree, names: list[Any], learner: Lear
             ids.dtype != torch.int64 or not bool(((ids >= 0) & (ids < known)).all())
         ):
             raise BrokenFileError(f"{folder}: holds tokens this model does not know")
-    if len(names) != len(tree.changed) or not all(isinstance(name, str) for name in names):
+    if len(names) != len(tree.before) or not all(isinstance(name, str) for name in names):
         raise BrokenFileError(f"{folder}: its texts and its description do not agree")
-    for changed in tree.changed:
-        if not isinstance(changed, tuple) or len(changed) != len(learner.levels):
+    for before in tree.before:
+        if not isinstance(before, tuple) or len(before) != len(learner.levels):
             raise BrokenFileError(f"{folder}: a text changed other levels than there are")
-        for number, fasts in enumerate(changed):
+        for number, fasts in enumerate(before):
             _check_parts(folder, fasts, number, learner.continuum)
-    for name, leaf in tree_leaves(tree.changed):
+    for name, leaf in tree_leaves(tree.before):
         if not bool(leaf.isfinite().all()):
             raise BrokenFileError(f"{folder}: {name} holds a number that is not finite")
