@@ -6,7 +6,7 @@ BENCHMARKS ?= benchmarks/scan.py benchmarks/optim.py benchmarks/models.py
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help test demo check bench docs clean
+.PHONY: help test demo check bench docs site clean
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -33,6 +33,9 @@ bench: .venv/.ready  ## Measure speed; every script prints ratios from one run
 
 docs: .venv/.ready  ## Generate docs/equations.md
 	$(BIN)/python -m nestling.paper.registry --write docs/equations.md
+
+site: .venv/.ready  ## Build the documentation site, strictly, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean:  ## Remove the environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,13 @@ import torch
 from common import verdict
 from torch import Tensor, nn
 
-from nestling.memories import SelfModifying, SelfModifyingConfig, state_detach, tree_leaves
+from nestling.memories import (
+    SelfModifying,
+    SelfModifyingConfig,
+    configure,
+    state_detach,
+    tree_leaves,
+)
 
 STREAMS = ("constant", "alternating", "zero", "maximal", "opposed", "random")
 CONFIGURATIONS = {
@@ -29,6 +35,7 @@ CONFIGURATIONS = {
     "2-layer, l2": {"objective": "l2", "expansion": 1},
     "matrix, dot, steered": {"steering": 4},
     "matrix, dot, a head that adds": {"adding": 1},
+    "matrix, dot, tied retention": {"retention": {"tied": True}},
 }
 
 
@@ -87,7 +94,7 @@ def stress(tokens: int, names: list[str]) -> bool:
         options = CONFIGURATIONS[name]
         for weights in ("random", "trained"):
             torch.manual_seed(0)
-            memory = SelfModifying(SelfModifyingConfig(width=16, heads=2, **options))
+            memory = SelfModifying(configure(SelfModifyingConfig, width=16, heads=2, **options))
             if weights == "trained":
                 train(memory)
             else:

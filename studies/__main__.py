@@ -12,6 +12,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 STUDIES = {
+    "lm": ("studies.lm", "language models at ten tokens per parameter (Table 2, Fig. 10)"),
+    "formal": ("studies.formal", "state tracking (Table 5) and length generalisation"),
+    "recall": ("studies.recall", "in-context recall (MQAR) at two state sizes"),
+    "mad": ("studies.mad", "MAD, six small tasks (Table 4)"),
+    "ablations": ("studies.ablations", "ablations of Hope (Table 6)"),
+    "optimizers": ("studies.optimizers", "M3 at real length (Fig. 11)"),
+    "queue": ("studies.queue", "all of the above, job by job, several at a time"),
     "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
     "continual": ("studies.continual.command", "classes or languages, one task after another"),
     "optim": ("studies.optim.command", "do the optimizers do what the paper says?"),

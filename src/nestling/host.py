@@ -8,7 +8,9 @@ import subprocess
 import sys
 from functools import cache
 
-__all__ = ["bf16_speed", "keep_memory"]
+import torch
+
+__all__ = ["bf16_is_quicker", "bf16_speed", "keep_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
@@ -55,3 +57,14 @@ def bf16_speed() -> float | None:
         return float(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
+
+
+def bf16_is_quicker() -> bool:
+    """True where this CPU has instructions for bf16 and they were measured to pay.
+
+    A CPU without them is not asked: emulated products are never quicker.
+    """
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if not any(getattr(torch.cpu, name, lambda: False)() for name in names):
+        return False
+    return (bf16_speed() or 0.0) >= 1.3

@@ -27,9 +27,11 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def _by_hand(x: Tensor) -> bool:
-    """Torch has no fused kernels for these on CPU; compilers make better ones of plain code."""
+    """Torch has no fused kernels for these on CPU; compilers make better ones of plain code, and
+    `torch.func` can look into plain code only."""
     wide = x.dtype in (torch.float32, torch.float64)
-    return wide and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return wide and x.device.type == "cpu" and not plain
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

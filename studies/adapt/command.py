@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nestling.host import keep_memory
 from studies.adapt import arms, chunks, frontier, loop, recall, report, texts
-from studies.harness.store import Store
+from studies.harness.command import common, ready
+from studies.harness.store import Store, key_of
 
 PARTS = ("frontier", "loop", "recall", "chunks", "smollm2")
 SEEDS = {
@@ -28,50 +26,63 @@ SEEDS = {
     "chunks": (3, 4, 5, 13, 14),
     "smollm2": tuple(range(len(texts.PARTS))),
 }
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run."""
+    parser = common("adapt", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     parser.add_argument("--seeds", type=int, help="how many of each part's seeds (default: all)")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--smollm2", type=Path, help="the GGUF file, for the part smollm2")
     parser.add_argument("--arms", type=int, help="only the first so many arms of smollm2")
-    parser.add_argument("--store", type=Path, default=ROOT / "runs" / "adapt")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    keep_memory()
-    copy = options.docs / "adapt.json"
-    store = Store(options.store, lambda line: print(line, flush=True), copy=copy)
-    for part in options.parts:
-        result = run(part, options, store, SEEDS[part][: options.seeds])
-        store.put(f"part {part}", result)
-    options.docs.mkdir(parents=True, exist_ok=True)
+    ready("adapt", options)
+    store = Store(
+        options.runs,
+        study="adapt",
+        copy=options.out / "adapt.json",
+        say=lambda line: print(line, flush=True),
+    )
+    seeds = 1 if options.quick else options.seeds
+    for part in () if options.report else options.parts:
+        result = run(part, options, store, SEEDS[part][:seeds])
+        store.put(key_of(f"part {part}"), result)
     store.gather()
-    print(report.write(store, options.docs))
+    print(report.write(store, options.out))
+    return 0
 
 
 def run(part: str, options: argparse.Namespace, store: Store, seeds: tuple[int, ...]) -> Any:
     """One part of the study."""
-    data = options.data
+    data, quick = options.data, options.quick
     if part == "smollm2":
         if options.smollm2 is None:
-            raise SystemExit("the part smollm2 needs --smollm2 FILE.gguf")
+            raise ValueError("the part smollm2 needs --smollm2 FILE.gguf")
         base = texts.smollm2(options.smollm2, store)
-        zero = store.get("smollm2 rate 0", lambda: frontier.rate_zero(base, data))
-        names = list(arms.SMOLLM2)[: options.arms]
-        some = {name: arms.SMOLLM2[name] for name in names}
+        zero = store.get(key_of("smollm2 rate 0"), lambda: frontier.rate_zero(base, data))
+        some = dict(list(arms.SMOLLM2.items())[: options.arms])
         result = frontier.study("smollm2", base, data, store, seeds, some, (2049, 512))
-        result["rate 0"] = zero
-        return result
+        return result | {"rate 0": zero}
     base = texts.stories(data)
+    base = base._replace(old=base.old[:256]) if quick else base
     if part == "frontier":
-        return frontier.study("frontier", base, data, store, seeds, arms.ARMS, (4097, 2048))
+        some, size = (_few(arms.ARMS), (129, 64)) if quick else (arms.ARMS, (4097, 2048))
+        return frontier.study("frontier", base, data, store, seeds, some, size)
     if part == "loop":
-        return loop.study(base, data, store, seeds)
+        few = {name: loop.ARMS[name][:1] for name in ("k=1", "2 levels")}
+        small: dict[str, Any] = {"arms": few, "long": 129} if quick else {}
+        return loop.study(base, data, store, seeds, **small)
     if part == "chunks":
-        return chunks.study(base, data, store, seeds)
-    return recall.study(base, store, seeds)
+        small = {"size": (257, 64), "sizes": (32, 64)} if quick else {}
+        return chunks.study(base, data, store, seeds, **small)
+    small = {"tried": (0.1,), "most": (128,), "length": 256} if quick else {}
+    return recall.study(base, store, seeds, **small)
+
+
+def _few(given: dict[str, arms.Arm]) -> dict[str, arms.Arm]:
+    """Three arms, two rates, one variant each."""
+    return {
+        name: arm._replace(rates=arm.rates[:2], variants=dict([*arm.variants.items()][:1]))
+        for name, arm in given.items()
+        if name in ("k=1", "3 levels", "SGD")
+    }

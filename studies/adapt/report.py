@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nestling.files import write_atomic
-from studies.adapt import report_chunks, report_frontier, report_loop, report_recall, report_smollm2
+from studies.adapt import chunks, frontier, loop, recall
 from studies.harness.store import Store
+from studies.harness.verdict import judged, show
 
 HEAD = (
     "Made by `{command}` from stored runs. Losses in nats per token, 95% confidence intervals over"
@@ -49,7 +50,7 @@ def write(store: Store, docs: Path) -> str:
     """Write every page whose parts are all stored; returns them."""
     made = []
     for name, (title, command, other, parts) in PAGES.items():
-        results = {part: result for part in parts for result in store.read(f"part_{part}")}
+        results = {part: result for part in parts for result in store.named(f"part_{part}")}
         if len(results) < len(parts):
             continue
         lines = [f"# {title}", "", HEAD.format(command=command, other=other), ""]
@@ -64,11 +65,50 @@ def write(store: Store, docs: Path) -> str:
 def _section(part: str, result: Any, docs: Path) -> list[str]:
     if part == "frontier":
         title, picture = "(i) Frontier, stories260K", docs / "adapt_frontier.png"
-        return report_frontier.section(title, STORIES, result, picture)
+        return frontier.section(title, STORIES, result, picture)
     if part == "smollm2":
-        return report_smollm2.section(result, docs / "adapt_smollm2.png")
+        return smollm2(result, docs / "adapt_smollm2.png")
     if part == "loop":
-        return report_loop.section(result, docs / "adapt_loop.png")
+        return loop.section(result, docs / "adapt_loop.png")
     if part == "chunks":
-        return report_chunks.section(result)
-    return report_recall.section(result)
+        return chunks.section(result)
+    return recall.section(result)
+
+
+SAID = (
+    'The text is "A grammar of Kalamang" (LaTeX), another part of it for each seed. Old text is the'
+    " model's own: conversations sampled from it at temperature 1, so no loss on them can be"
+    " lower on average than the model's as it is, and the rise says what was forgotten, whatever"
+    " was learned. (On WikiText-2 the old loss of all arms had fallen in an earlier round, as a"
+    " grammar is nearer to articles than to what an assistant is asked.) What learns are MLPs of"
+    " the last 10 of 30 layers (fine-tuning: those layers, LoRA: their MLPs). Every arm has one"
+    " variant, from pilots on this grammar of which no record is left, so that they may have seen"
+    " some of these parts; k=1 and the levels have four rates, the others three. k=1 and"
+    " 3 levels were extended from five parts to eight after five had left them apart by"
+    " -0.0087 ± 0.0088 at 90% of the gain; 4 levels have five, the others three."
+    " All memories learn by Adam (`rule='adam'`). EWC, replay and dynamic"
+    " evaluation see other conversations of the model; the memories see none."
+)
+
+
+def smollm2(part: dict[str, Any], picture: Path) -> list[str]:
+    """The frontier, then every arm at its middle rate against the frozen model."""
+    title = "Frontier, SmolLM2-135M"
+    lines = frontier.section(title, SAID, part, picture, "part")
+    lines += ["At its middle rate, against the frozen model:", ""]
+    start = part["frozen"]
+    for arm, seeds in part["arms"].items():
+        middle = {seed: points[len(points) // 2] for seed, points in seeds.items()}
+        new, old = (
+            [point[key] - start[seed][key] for seed, point in middle.items()]
+            for key in ("new", "old")
+        )
+        rate = next(iter(middle.values()))["rate"]
+        lines.append(
+            f"- {arm}, rate {rate:g}: learning lowers the new loss:"
+            f" {judged(new, higher=False)}; the old loss moves by {show(old, 4)}."
+        )
+    same = "equal, bit for bit" if part["rate 0"]["same"] else "NOT equal"
+    count = part["rate 0"]["tokens"]
+    lines.append(f"- rate 0, three levels: the logits of {count} tokens are {same}.")
+    return [*lines, ""]

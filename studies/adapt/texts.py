@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.adaptation import load_pretrained
-from studies.harness.store import Store
+from studies.harness.store import Store, key_of
 
 BOOKS = (
     "moby_dick_or_the_whale",
@@ -69,7 +69,9 @@ def smollm2(path: Path, store: Store) -> Base:
     """
     model, tokenizer = load_pretrained(path)
     model.requires_grad_(False)
-    said = store.get("smollm2 own text", lambda: {"ids": _conversations(model, tokenizer)})["ids"]
+    said = store.get(key_of("smollm2 own text"), lambda: {"ids": _conversations(model, tokenizer)})[
+        "ids"
+    ]
     old, replay = (torch.tensor(said[i]).flatten() for i in (slice(4), slice(4, None)))
     return Base(model, tokenizer, old, replay, grammar)
 

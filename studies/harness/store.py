@@ -1,113 +1,274 @@
 """Stored runs: one JSON file each, so that a study that was stopped goes on where it was.
 
-The folder of a study is scratch; a copy of its runs in one file can lie beside the page made from
-them. Where the folder lacks a run, the copy has it: the page can be made again on any machine.
+The folder of a study is scratch. A copy of its runs in one file lies beside the page made from
+them; where the folder lacks a run, the copy has it, so the page can be made again on any machine.
+
+A file says which study and which run it holds and carries a checksum. What is read is checked:
+a file that was altered, cut, swapped with another, or that names a place outside its folder is
+refused with a sentence. Numbers are finite; one that is not is stored by its name ("NaN"), so that
+it was meant. Writes are atomic, and a killed one leaves nothing that stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
+import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from nestling.files import write_atomic
+from nestling.files import BrokenFileError, write_atomic
 
-__all__ = ["Store"]
+__all__ = ["Run", "Store", "checked_key", "key_of", "with_facts"]
 
 Say = Callable[[str], None]
 Run = dict[str, Any]
-DIGITS = 6
-"""Significant digits of a number in the copy."""
+FORMAT = 1
+DIGITS = 9
+"""Significant digits of a stored number: what a float32 has."""
+LIMIT = 64 << 20
+"""Bytes of the largest file that is read."""
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def key_of(*parts: str) -> str:
+    """A key from free texts: spaces become `_`, slashes inside a part `-`."""
+    return "/".join(part.replace(" ", "_").replace("/", "-") for part in parts)
+
+
+def with_facts(key: str, facts: Any) -> str:
+    """A key that tells runs of different facts (what a run depends on) apart."""
+    packed = json.dumps(facts, sort_keys=True).encode()
+    return f"{key}-{hashlib.sha256(packed).hexdigest()[:10]}"
+
+
+def checked_key(key: Any, where: object = "a store") -> str:
+    """The key, or a ValueError: parts between slashes, none of them empty, `.` or `..`."""
+    parts = key.split("/") if isinstance(key, str) else []
+    if not parts or any(
+        part in ("", ".", "..") or len(quote(part)) > 200 or not part.isprintable()
+        for part in parts
+    ):
+        raise BrokenFileError(
+            f"{where}: a run is named {key!r}; names are parts of 1 to 200 printable characters"
+            " between slashes, none of them '.' or '..'"
+        )
+    return str(key)
 
 
 class Store:
     """The runs of a study in a folder; delete a file to run it again.
 
-    say: told the name and the seconds of every run that was made now.
+    study: its name; files of another study are refused.
     copy: the file that `gather` writes, and that is asked for runs the folder lacks.
+    needs: what every run must hold.
+    say: told the key and the seconds of every run that was made now.
     """
 
-    def __init__(self, folder: Path, say: Say | None = None, *, copy: Path | None = None) -> None:
-        self.folder, self.say, self.copy = folder, say, copy
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        study: str,
+        copy: Path | None = None,
+        needs: Collection[str] = (),
+        say: Say | None = None,
+    ) -> None:
+        self.folder, self.study, self.copy, self.say = folder, study, copy, say
+        self.needs = frozenset(needs)
+        self._copied: dict[str, Run] | None = None
 
-    def get(self, key: str | Sequence[str], run: Callable[[], Run], facts: Any = None) -> Run:
-        """The stored result of a run, or the run.
+    def path(self, key: str) -> Path:
+        """Where the run of this key lies, or would."""
+        *folders, name = (quote(part, safe=" ()+,;=^~@") for part in checked_key(key).split("/"))
+        return self.folder.joinpath(*folders, f"{name}.json")
 
-        `key` is a name, or folders and a name. With `facts` (what the run depends on) they are
-        kept beside the result, and other facts are another run.
+    def __contains__(self, key: str) -> bool:
+        return self.path(key).exists() or key in self.copied()
+
+    def get(self, key: str, make: Callable[[], Run] | None = None, facts: Any = None) -> Run:
+        """The stored run, or the run made now; without `make` it must be there.
+
+        `facts` are kept beside the result, and other facts are another run.
         """
-        path = self.path(key, facts)
-        if path.is_file():
-            return self._load(path)
-        if (copied := self._copied().get(self._name(path))) is not None:
+        if facts is not None:
+            key = with_facts(key, facts)
+        path = self.path(key)
+        if path.exists():
+            return self._load(path, key)
+        if (copied := self.copied().get(key)) is not None:
             return copied
+        if make is None:
+            raise KeyError(f"{self.study}: the run {key!r} is not stored")
         begin = time.perf_counter()
-        result = run() if facts is None else {"facts": facts, **run()}
-        write_atomic(path, (json.dumps(result) + "\n").encode())
+        result = self.put(key, make() if facts is None else {"facts": facts, **make()})
         if self.say is not None:
-            self.say(
-                f"{self._name(path):56} {time.perf_counter() - begin:7.1f} s  {_brief(result)}"
-            )
+            seconds = time.perf_counter() - begin
+            self.say(f"{key:56} {seconds:7.1f} s  {_brief(result)}")
         return result
 
-    def put(self, key: str | Sequence[str], result: Run) -> None:
-        """Keep a result; replaces the old."""
-        write_atomic(self.path(key), (json.dumps(result) + "\n").encode())
+    def put(self, key: str, run: Run) -> Run:
+        """Keep a run, replacing an old one; returns it as it will be read again."""
+        path = self.path(key)
+        run = {name: _rounded(value, name) for name, value in run.items()}
+        self._check(key, run, path)
+        body = _text(_named(run))
+        head = {"format": FORMAT, "study": self.study, "key": key, "check": _digest(body)}
+        write_atomic(path, f'{_text(head)[:-1]}, "run": {body}}}\n'.encode())
+        for left in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):  # of a killed process
+            with contextlib.suppress(FileNotFoundError):
+                left.unlink()
+        return run
 
-    def path(self, key: str | Sequence[str], facts: Any = None) -> Path:
-        """Where the run of this key and these facts lies, or would."""
-        *folders, name = [key] if isinstance(key, str) else key
-        if facts is not None:
-            packed = json.dumps(facts, sort_keys=True).encode()
-            name = f"{name}-{hashlib.sha256(packed).hexdigest()[:10]}"
-        plain = [part.replace(" ", "_").replace("/", "-") for part in (*folders, name)]
-        return self.folder.joinpath(*plain[:-1]) / f"{plain[-1]}.json"
+    def runs(self) -> dict[str, Run]:
+        """All runs by key: those of the copy alone, then the folder's, the newest last."""
+        found = {path: self._read(path) for path in self._files()}
+        order = sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+        mine = {found[path]["key"]: self._load(path) for path in order}
+        return {key: run for key, run in self.copied().items() if key not in mine} | mine
 
-    def read(self, name: str = "") -> Iterator[Run]:
-        """All results whose name begins so: those of the copy alone, then the newest last."""
-        yield from (run for key, run in self._all().items() if _last(key).startswith(name))
+    def named(self, prefix: str) -> Iterator[Run]:
+        """All runs whose last part begins so."""
+        found = self.runs().items()
+        return (run for key, run in found if key.rpartition("/")[2].startswith(prefix))
 
-    def gather(self, pack: Callable[[Run], Run | None] = lambda run: run) -> int:
-        """Write the copy anew, with what `pack` leaves of each run; how many runs it has."""
+    def gather(self, pack: Callable[[Run], Run | None] = lambda run: run) -> dict[str, Run]:
+        """Write the copy anew with what `pack` leaves of each run; returns what it holds."""
         if self.copy is None:
             raise ValueError("this store has no copy; make it with copy=FILE")
-        packed = ((key, pack(run)) for key, run in self._all().items())
-        runs = {key: _short(run) for key, run in packed if run is not None}
-        lines = (f" {json.dumps(key)}: {json.dumps(run)}" for key, run in runs.items())
-        write_atomic(self.copy, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
-        return len(runs)
+        packed = ((key, pack(run)) for key, run in self.runs().items())
+        runs = {key: run for key, run in packed if run is not None}
+        if not runs and not self.copy.exists():
+            return {}
+        lines = ",\n".join(f" {_text(key)}: {_text(_named(run))}" for key, run in runs.items())
+        head = {"format": FORMAT, "study": self.study, "check": _digest(lines)}
+        write_atomic(self.copy, f'{_text(head)[:-1]}, "runs": {{\n{lines}\n}}}}\n'.encode())
+        self._copied = None
+        return self.copied()
 
-    def _all(self) -> dict[str, Run]:
-        found = {self._name(path): path for path in self.folder.rglob("*.json")}
-        runs = {key: run for key, run in self._copied().items() if key not in found}
-        when = {key: (path.stat().st_mtime_ns, path.name) for key, path in found.items()}
-        return runs | {key: self._load(found[key]) for key in sorted(found, key=when.__getitem__)}
+    def copied(self) -> dict[str, Run]:
+        """The runs of the copy."""
+        if self._copied is None:
+            self._copied = {}
+            if self.copy is not None and self.copy.exists():
+                self._copied = self._load_copy(self.copy)
+        return self._copied
 
-    def _name(self, path: Path) -> str:
-        return path.relative_to(self.folder).with_suffix("").as_posix()
+    def _files(self) -> list[Path]:
+        return [p for p in self.folder.rglob("*.json") if not p.name.startswith(".")]
 
-    def _copied(self) -> dict[str, Run]:
-        return self._load(self.copy) if self.copy is not None and self.copy.is_file() else {}
+    def _read(self, path: Path) -> dict[str, Any]:
+        held = _json(path, {"format", "study", "key", "check", "run"}, self.study)
+        key = checked_key(held["key"], path)
+        if self.path(key) != path:
+            raise BrokenFileError(f"{path}: holds the run {key!r}, which belongs elsewhere")
+        return held
 
-    def _load(self, path: Path) -> Run:
-        loaded: Run = json.loads(path.read_text(encoding="utf-8"))
-        return loaded
+    def _load(self, path: Path, key: str | None = None) -> Run:
+        held = self._read(path)
+        if _digest(_text(held["run"])) != held["check"]:
+            raise BrokenFileError(
+                f"{path}: its checksum does not match: the file was altered; delete it to run it"
+                " again"
+            )
+        run: Run = _numbered(held["run"])
+        self._check(held["key"], run, path)
+        return run
+
+    def _load_copy(self, path: Path) -> dict[str, Run]:
+        held = _json(path, {"format", "study", "check", "runs"}, self.study)
+        runs = held["runs"]
+        if not isinstance(runs, dict):
+            raise BrokenFileError(f"{path}: its runs are no object")
+        lines = ",\n".join(f" {_text(key)}: {_text(run)}" for key, run in runs.items())
+        if _digest(lines) != held["check"]:
+            raise BrokenFileError(f"{path}: its checksum does not match: the file was altered")
+        for key, run in runs.items():
+            checked_key(key, path)
+            self._check(key, run, path)
+        return {key: _numbered(run) for key, run in runs.items()}
+
+    def _check(self, key: str, run: Any, path: Path) -> None:
+        if not isinstance(run, dict):
+            raise BrokenFileError(f"{path}: the run {key!r} is no object")
+        if missing := self.needs - set(run):
+            raise BrokenFileError(f"{path}: the run {key!r} lacks {', '.join(sorted(missing))}")
 
 
-def _last(key: str) -> str:
-    return key.rpartition("/")[2]
+def _json(path: Path, keys: set[str], study: str) -> dict[str, Any]:
+    """A file's object with exactly these keys, of this study."""
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            raise BrokenFileError(f"{path}: not a regular file")
+        if info.st_size > LIMIT:
+            raise BrokenFileError(f"{path}: {info.st_size:,} bytes; at most {LIMIT:,} are read")
+        held = json.loads(path.read_bytes(), parse_constant=_refuse)
+    except OSError as error:
+        raise BrokenFileError(f"{path}: cannot be read: {error}") from error
+    except RecursionError as error:
+        raise BrokenFileError(f"{path}: nested too deeply") from error
+    except BrokenFileError:
+        raise
+    except ValueError as error:
+        raise BrokenFileError(f"{path}: not a JSON file of finite numbers: {error}") from error
+    if not isinstance(held, dict) or set(held) != keys:
+        raise BrokenFileError(f"{path}: expected the keys {', '.join(sorted(keys))}")
+    if held["format"] != FORMAT:
+        raise BrokenFileError(f"{path}: format {held['format']!r}; this version reads {FORMAT}")
+    if held["study"] != study:
+        raise BrokenFileError(f"{path}: holds runs of the study {held['study']!r}, not {study!r}")
+    return held
 
 
-def _short(value: Any, name: str = "") -> Any:
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _rounded(value: Any, name: str = "") -> Any:
     """Numbers to a few digits; the facts of a run stay exact."""
     if isinstance(value, dict) and name != "facts":
-        return {key: _short(part, key) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_short(part) for part in value]
+        return {str(key): _rounded(part, key) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(part) for part in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _named(value: Any) -> Any:
+    """A number that is not finite by its name."""
+    if isinstance(value, dict):
+        return {key: _named(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_named(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def _numbered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbered(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_numbered(part) for part in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _brief(result: Run) -> str:

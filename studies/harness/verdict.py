@@ -1,13 +1,35 @@
-"""Means over seeds, their 95% intervals, and what these say about a claim."""
+"""Means over seeds, their 95% intervals, and what these say about a claim.
+
+interval([0.61, 0.63, 0.60])          mean and half width, by Student's t
+difference(ours, theirs)              the same of the differences, paired by seed
+verdict(difference(ours, theirs))     shown, refuted or inconclusive
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Interval", "difference", "interval", "verdict"]
+__all__ = [
+    "CLAIM",
+    "ENOUGH",
+    "PLACE",
+    "Interval",
+    "difference",
+    "interval",
+    "judged",
+    "paired",
+    "percent",
+    "show",
+    "verdict",
+]
+
+ENOUGH = 3
+"""Seeds below which nothing is claimed."""
+CLAIM = ("shown", "refuted", "inconclusive")
+PLACE = ("ahead of", "behind", "not separable from")
 
 
 class Interval(NamedTuple):
@@ -48,14 +70,50 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     return interval([a - b for a, b in zip(ours, theirs, strict=True)])
 
 
-def verdict(difference: Interval, *, higher: bool = True) -> str:
-    """shown, refuted or inconclusive, by whether the 95% interval excludes zero."""
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    """Ours minus theirs for every seed both have."""
+    return [ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))]
+
+
+def verdict(
+    difference: Interval, *, higher: bool = True, words: tuple[str, str, str] = CLAIM
+) -> str:
+    """shown, refuted or inconclusive, by whether the 95% interval excludes zero.
+
+    higher: a positive difference speaks for the claim. words: what to say instead of these three.
+    """
     sign = 1.0 if higher else -1.0
-    if sign * difference.mean > 0 and abs(difference.mean) > difference.half:
-        return "shown"
-    if sign * difference.mean < 0 and abs(difference.mean) > difference.half:
-        return "refuted"
-    return "inconclusive"
+    if not abs(difference.mean) > difference.half:
+        return words[2]
+    return words[0] if sign * difference.mean > 0 else words[1]
+
+
+def judged(gaps: Sequence[float], *, higher: bool = True, digits: int = 4) -> str:
+    """The verdict on differences, and in brackets their mean and interval."""
+    if len(gaps) < 2:
+        return "inconclusive (too few seeds)"
+    found = interval(gaps)
+    return f"{verdict(found, higher=higher)} ({found.mean:+.{digits}f} ± {found.half:.{digits}f})"
+
+
+def show(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """`mean ± half`; only the mean where there is no interval, `-` where there are no values."""
+    if not values:
+        return "-"
+    mean, half = interval(values)
+    if math.isinf(mean):
+        return "diverged"
+    return f"{mean:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+
+
+def percent(values: Sequence[float]) -> str:
+    """`mean ± half`, in percent; without the half where all values are the same, or under three."""
+    if not values:
+        return "-"
+    mean, half = (100 * x for x in interval(values))
+    if len(values) > 2 and half > 0:
+        return f"{mean:.1f} ± {half:.1f}"
+    return f"{mean:.0f}" if mean == 100 else f"{mean:.1f}"
 
 
 def _student(freedom: int) -> float:

@@ -1,46 +1,46 @@
 """Do the optimizers do what the paper says? Parts (a)-(d), resumable, about an hour on one core.
 
-python -m studies optim                       # all parts, then the report
+python -m studies optim                         # all parts, then the page
 python -m studies optim --parts streams valley  # half a minute
-python -m studies optim --quick               # a few steps each, to see that it runs
+python -m studies optim --quick                 # a few steps each, to see that it runs
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from studies.harness.command import common, ready
 from studies.harness.store import Store
 from studies.optim import report, streams, study, tasks, valley
 
 PARTS = ("valley", "streams", "vit", "lm")
-ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run."""
+    parser = common("optim", __doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--store", type=Path, default=ROOT / "runs" / "optim_quality")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "results")
-    parser.add_argument("--quick", action="store_true", help="4 steps, 2 seeds, own folders")
+    parser.add_argument("--seeds", type=int, nargs="+", help="of (a) and (b)")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    seeds, steps = None, {}
-    if options.quick:
-        seeds, steps = (0, 1), {"steps": 4}
-        options.store, options.docs = options.store / "quick", options.store / "quick"
-    store = Store(options.store, print)  # after a change to an optimizer, delete its files
-    parts: dict[str, Any] = {}
-    for part in options.parts:
+    ready("optim", options)
+    seeds, steps = (options.seeds, {}) if not options.quick else ((0, 1), {"steps": 4})
+    store = Store(options.runs, study="optim", copy=options.out / "optim.json", say=print)
+    for part in () if options.report else options.parts:
         if part == "valley":
-            parts[part] = store.get("valley", valley.compare)
+            walls = valley.STEEPNESS[: 1 if options.quick else None]
+            store.get("valley", lambda walls=walls: valley.compare(walls))
         elif part == "streams":
-            parts[part] = store.get("streams", streams.compare)
+            rates = streams.RATES[:: 12 if options.quick else 1]
+            store.get("streams", lambda rates=rates: streams.compare(rates))
         else:
-            parts[part] = study.study(getattr(tasks, part)(**steps), store, seeds)
-        print(report.write(parts, options.docs), flush=True)
+            task = getattr(tasks, part)(options.data, **steps)
+            store.put(f"part_{part}", study.study(task, store, seeds))
+        print(report.write(_parts(store.gather()), options.out), flush=True)
+    if options.report:
+        print(report.write(_parts(store.gather()), options.out))
+    return 0
+
+
+def _parts(runs: dict[str, Any]) -> dict[str, Any]:
+    return {part: runs[key] for part in PARTS for key in (part, f"part_{part}") if key in runs}

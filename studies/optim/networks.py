@@ -51,16 +51,29 @@ class Trunk(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images [B, 28, 28] -> logits [B, 10], patches of 7 x 7."""
+    """Images [B, 28, 28] or [B, channels, S, S] -> logits [B, 10], square patches."""
 
-    def __init__(self, width: int = 64, heads: int = 4, depth: int = 4) -> None:
+    def __init__(
+        self,
+        width: int = 64,
+        heads: int = 4,
+        depth: int = 4,
+        *,
+        size: int = 28,
+        patch: int = 7,
+        channels: int = 1,
+    ) -> None:
         super().__init__()
-        self.patch = nn.Linear(49, width, bias=False)
-        self.trunk = Trunk(width, heads, depth, 16, causal=False)
+        self.side = patch
+        self.patch = nn.Linear(channels * patch**2, width, bias=False)
+        self.trunk = Trunk(width, heads, depth, (size // patch) ** 2, causal=False)
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = images.unfold(1, 7, 7).unfold(2, 7, 7).flatten(1, 2).flatten(-2)  # [B, 16, 49]
+        side = self.side
+        images = images if images.dim() == 4 else images.unsqueeze(1)  # [B, C, S, S]
+        cut = images.unfold(2, side, side).unfold(3, side, side)  # [B, C, n, n, P, P]
+        patches = cut.movedim(1, 3).flatten(1, 2).flatten(-3)  # [B, n n, C P P]
         return self.head(self.trunk(self.patch(patches)).mean(1))
 
 
@@ -78,11 +91,6 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.trunk(self.embed(tokens)))
-
-
-def count(model: nn.Module) -> int:
-    """Trainable numbers in a model."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-from studies.harness.verdict import interval
+from nestling.files import write_atomic
+from studies.harness.page import kept
+from studies.harness.verdict import PLACE, difference, interval, show, verdict
 
 TITLES = {
     "vit": "(a) Small ViT on MNIST",
     "lm": "(b) Causal language model on tiny Shakespeare (characters)",
 }
+STREAMS = "(c) DGD and gradient descent on streams"
+VALLEY = "(d) Delta momentum and momentum on Eq. 53"
 COLOURS = ["#8c8c8c", "#edae49", "#8d6a9f", "#00798c", "#d1495b"]
-
-
-def show(values: list[float], digits: int = 4) -> str:
-    """`mean ± half width`."""
-    mean, half = interval(values)
-    if not math.isfinite(mean):
-        return "diverged"
-    return f"{mean:.{digits}f}" + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
 
 
 def against(name: str, ours: list[float], theirs: list[float]) -> str:
     """`ahead of <name>: difference ± half width`, paired by seed; lower is better."""
-    mean, half = interval([a - b for a, b in zip(ours, theirs, strict=True)])
-    word = "not separable from"
-    if abs(mean) > half:
-        word = "ahead of" if mean < 0 else "behind"
-    return f"{word} {name}: {mean:+.4f} ± {half:.4f}"
+    gap = difference(ours, theirs)
+    word = verdict(gap, higher=False, words=PLACE)
+    return f"{word} {name}: {gap.mean:+.4f} ± {gap.half:.4f}"
 
 
-def verdict(name: str, results: dict[str, Any], key: str) -> str:
+def compared(name: str, results: dict[str, Any], key: str) -> str:
     """M3 against another arm, seed by seed."""
     ours, theirs = ([run[key] for run in results[arm]["runs"]] for arm in ("M3", name))
     return f"{key} loss: M3 is {against(name, ours, theirs)}."
@@ -43,8 +36,6 @@ def training_part(task: str, results: dict[str, Any]) -> list[str]:
     """Table and verdicts of part (a) or (b)."""
     first = results["AdamW"]["runs"][0]
     lines = [
-        f"## {TITLES[task]}",
-        "",
         f"{first['parameters']:,} parameters, {len(results['AdamW']['runs'])} seeds,"
         f" {len(results['AdamW']['trials'])} rates tried for each on another seed.",
         "",
@@ -57,11 +48,12 @@ def training_part(task: str, results: dict[str, Any]) -> list[str]:
         seconds = statistics.fmean(run["seconds"] for run in runs)
         step = statistics.fmean(run["step_seconds"] for run in runs)
         lines.append(
-            f"| {arm} | {entry['rate']:g} | {show(columns['train'])} | {show(columns['test'])} |"
-            f" {show(columns['accuracy'], 3)} | {seconds:.1f} | {1000 * step:.1f} ms a step |"
+            f"| {arm} | {entry['rate']:g} | {show(columns['train'], 4)} |"
+            f" {show(columns['test'], 4)} | {show(columns['accuracy'], 3)} |"
+            f" {seconds:.1f} | {1000 * step:.1f} ms a step |"
         )
     verdicts = [
-        verdict(n, results, k) for n in ("AdamW", "Muon", "AdaMuon") for k in ("train", "test")
+        compared(n, results, k) for n in ("AdamW", "Muon", "AdaMuon") for k in ("train", "test")
     ]
     edges = [
         a
@@ -72,14 +64,12 @@ def training_part(task: str, results: dict[str, Any]) -> list[str]:
         verdicts.append(
             f"Best rate at the edge of the grid (may do better beyond): {', '.join(edges)}."
         )
-    return [*lines, "", *[f"- {line}" for line in verdicts], "", f"![curves](optim_{task}.png)", ""]
+    return [*lines, "", *[f"- {line}" for line in verdicts], "", f"![curves](optim_{task}.png)"]
 
 
 def stream_part(results: dict[str, Any]) -> list[str]:
     """Table of part (c)."""
     lines = [
-        "## (c) DGD and gradient descent on streams",
-        "",
         "A linear layer on a noisy linear target, 30 seeds, the same 24 rates tried for each rule"
         " on ten other seeds. *online* is the loss on each pair before it is learned. *DGD* keeps"
         " the loss's fixed points (`erase=0`, the default); *as printed* (Eq. 57) erases twice on a"
@@ -90,30 +80,22 @@ def stream_part(results: dict[str, Any]) -> list[str]:
     ]
     for stream, rules in results.items():
         for name, entry in rules.items():
-            lost = show(entry["forgetting"]) if stream == "orthogonal" else "-"
+            lost = show(entry["forgetting"], 4) if stream == "orthogonal" else "-"
             lines.append(
-                f"| {stream} | {name} | {entry['rate']:.3g} | {show(entry['final'])} |"
+                f"| {stream} | {name} | {entry['rate']:.3g} | {show(entry['final'], 4)} |"
                 f" {show(entry['online'], 3)} | {lost} |"
             )
     lines.append("")
     for stream, rules in results.items():
         for key in ("final", "online"):
-            ours, theirs = rules["DGD"][key], rules["gradient descent"][key]
-            mean, half = interval([a - b for a, b in zip(ours, theirs, strict=True)])
-            word = (
-                "ahead of" if mean < -half else ("behind" if mean > half else "not separable from")
-            )
-            lines.append(
-                f"- {stream}, {key}: DGD is {word} gradient descent: {mean:+.4f} ± {half:.4f}."
-            )
-    return [*lines, ""]
+            word = against("gradient descent", rules["DGD"][key], rules["gradient descent"][key])
+            lines.append(f"- {stream}, {key}: DGD is {word}.")
+    return lines
 
 
 def valley_part(results: dict[str, Any]) -> list[str]:
     """Table of part (d)."""
     lines = [
-        "## (d) Delta momentum and momentum on Eq. 53",
-        "",
         "Steps until the loss stays below 0.001 (301: not within 300), 100 random starts and the"
         " paper's; both rules try the same 45 settings on 50 other starts. The paper gives no"
         " constants, so several steepnesses k of the walls.",
@@ -128,7 +110,7 @@ def valley_part(results: dict[str, Any]) -> list[str]:
                 f"| {surface} | {name} | {entry['decay']} | {entry['rate']:.3g} |"
                 f" {entry['paper']:.0f} | {show(entry['steps'], 1)} | {arrived} |"
             )
-    return [*lines, ""]
+    return lines
 
 
 def plot(task: str, results: dict[str, Any], path: Path) -> None:
@@ -155,8 +137,8 @@ def plot(task: str, results: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False)
     for at, (colour, entry) in enumerate(zip(COLOURS, shown.values(), strict=False)):
         values = [run["test"] for run in entry["runs"]]
-        mean, half = interval(values)
-        right.errorbar(at, mean, half, fmt="o", color=colour, capsize=5, ms=7)
+        found = interval(values)
+        right.errorbar(at, found.mean, found.half, fmt="o", color=colour, capsize=5, ms=7)
         right.plot([at + 0.18] * len(values), values, ".", color=colour, alpha=0.6)
     right.set_xticks(range(len(shown)), list(shown))
     right.set(ylabel="test loss")
@@ -178,17 +160,15 @@ was chosen on these surfaces from other starts.
 
 
 def write(parts: dict[str, Any], folder: Path) -> Path:
-    """Write the document and its plots; parts that have not run are left out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [HEAD]
-    for task in TITLES:
-        if task in parts:
-            lines += training_part(task, parts[task])
-            plot(task, parts[task], folder / f"optim_{task}.png")
-    if "streams" in parts:
-        lines += stream_part(parts["streams"])
-    if "valley" in parts:
-        lines += valley_part(parts["valley"])
+    """Write the page and its plots; a part that has no runs keeps what the page says of it."""
     path = folder / "optim.md"
-    path.write_text("\n".join(lines).rstrip() + "\n")
+    found: dict[str, list[str] | None] = {}
+    for task, title in TITLES.items():
+        found[title] = training_part(task, parts[task]) if task in parts else None
+        if task in parts:
+            plot(task, parts[task], folder / f"optim_{task}.png")
+    found[STREAMS] = stream_part(parts["streams"]) if "streams" in parts else None
+    found[VALLEY] = valley_part(parts["valley"]) if "valley" in parts else None
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    write_atomic(path, ("\n".join([HEAD, *kept(found, old)]).rstrip() + "\n").encode())
     return path

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from studies.optim.networks import LanguageModel, ViT
 
-DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data"
 Batch = tuple[Tensor, Tensor]
 
 
@@ -29,8 +28,7 @@ class Task:
     test: Callable[[], list[Batch]]
 
 
-def _idx(name: str) -> np.ndarray:
-    path = DATA / "mnist" / name
+def _idx(path: Path) -> np.ndarray:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: this study needs the data beside the checkout")
     raw = gzip.decompress(path.read_bytes())
@@ -40,37 +38,37 @@ def _idx(name: str) -> np.ndarray:
 
 
 @cache
-def _mnist(part: str) -> Batch:
-    images = torch.from_numpy(_idx(f"{part}-images-idx3-ubyte.gz").copy()).float()
-    labels = torch.from_numpy(_idx(f"{part}-labels-idx1-ubyte.gz").copy()).long()
+def _mnist(folder: Path, part: str) -> Batch:
+    images = torch.from_numpy(_idx(folder / f"{part}-images-idx3-ubyte.gz").copy()).float()
+    labels = torch.from_numpy(_idx(folder / f"{part}-labels-idx1-ubyte.gz").copy()).long()
     return (images / 255 - 0.1307) / 0.3081, labels
 
 
-def vit(steps: int = 300, rows: int = 32) -> Task:
+def vit(data: Path, steps: int = 300, rows: int = 32) -> Task:
     """MNIST, random batches of the training images."""
 
     def batch(generator: torch.Generator) -> Batch:
-        images, labels = _mnist("train")
+        images, labels = _mnist(data / "mnist", "train")
         chosen = torch.randint(len(images), (rows,), generator=generator)
         return images[chosen], labels[chosen]
 
     def test() -> list[Batch]:
-        images, labels = _mnist("t10k")
+        images, labels = _mnist(data / "mnist", "t10k")
         return list(zip(images.split(1000), labels.split(1000), strict=True))[:2]
 
     return Task(name="vit", steps=steps, model=ViT, batch=batch, test=test)
 
 
 @cache
-def _shakespeare() -> tuple[Tensor, int]:
-    text = (DATA / "tinyshakespeare" / "input.txt").read_bytes()
+def _shakespeare(data: Path) -> tuple[Tensor, int]:
+    text = (data / "tinyshakespeare" / "input.txt").read_bytes()
     symbols = sorted(set(text))
     table = torch.zeros(256, dtype=torch.long)
     table[symbols] = torch.arange(len(symbols))
     return table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()], len(symbols)
 
 
-def lm(steps: int = 200, rows: int = 8, length: int = 64) -> Task:
+def lm(data: Path, steps: int = 200, rows: int = 8, length: int = 64) -> Task:
     """Tiny Shakespeare by characters: first 90% to train, 64 windows of the rest to test."""
     span = torch.arange(length + 1)
 
@@ -79,17 +77,17 @@ def lm(steps: int = 200, rows: int = 8, length: int = 64) -> Task:
         return rows_[:, :-1], rows_[:, 1:]
 
     def batch(generator: torch.Generator) -> Batch:
-        text, _ = _shakespeare()
+        text, _ = _shakespeare(data)
         train = text[: int(0.9 * len(text))]
         return windows(torch.randint(len(train) - length - 1, (rows,), generator=generator), train)
 
     def test() -> list[Batch]:
-        text, _ = _shakespeare()
+        text, _ = _shakespeare(data)
         held = text[int(0.9 * len(text)) :]
         starts = torch.linspace(0, len(held) - length - 2, 256).long()
         return [windows(part, held) for part in starts.split(64)]
 
     def model() -> nn.Module:
-        return LanguageModel(_shakespeare()[1], length)
+        return LanguageModel(_shakespeare(data)[1], length)
 
     return Task(name="lm", steps=steps, model=model, batch=batch, test=test)

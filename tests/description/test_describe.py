@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 import nestling
 from nestling.description import Component, Description, describe
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.optim import (
     Muon,
 )
@@ -37,7 +37,7 @@ def test_a_llama_with_adamw():
 
 
 def test_heads_that_add_are_told_from_those_that_erase():
-    memory = SelfModifying(SelfModifyingConfig(width=8, heads=2, adding=1))
+    memory = SelfModifying(configure(SelfModifyingConfig, width=8, heads=2, adding=1))
     assert describe(memory)["SelfModifying (memory)"].objective.endswith(
         "without erasing in 1 of 2 heads"
     )

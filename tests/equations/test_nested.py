@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nestling.continuum.layers import Block, Chain
 from nestling.levels import Level
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.objectives import Matrix, dot, l2
 from nestling.paper.exhibits.gd import argmin, gd_proximal, layer_proximal, proximity
 from nestling.paper.nested import (
@@ -247,7 +247,9 @@ def test_a_level_may_solve_its_problem_instead_of_stepping(solver):
 @pytest.mark.equation(94, 95, 96, 97)
 def test_a_hope_block_is_a_nested_system():
     """Five self-modifying memories inside, a chain of MLPs outside; read before each write."""
-    config = SelfModifyingConfig(width=6, heads=2, chunk=1, chunk_others=1, residual=False)
+    config = configure(
+        SelfModifyingConfig, width=6, heads=2, chunk=1, chunk_others=1, residual=False
+    )
     mixer = SelfModifying(config)
     levels = [Level(name="fast", chunk=1), Level(name="slow", chunk=2)]
     block, x = Block(mixer, Chain(6, 5, levels)).double(), rand(B, T, 6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.scan.self_modifying.naive import learn
 from nestling.scan.self_modifying.rule import Inputs, SelfRule
 
@@ -33,7 +33,7 @@ def test_adversarial_streams_stay_under_the_bound(name, trained, residual):
     """A small retention limit makes the bound small enough to be felt within a short stream."""
     torch.manual_seed(0)
     options = {**SIZES, **bounded.CONFIGURATIONS[name], "residual": residual}
-    memory = SelfModifying(SelfModifyingConfig(**options, retain_max=0.99))
+    memory = SelfModifying(configure(SelfModifyingConfig, **options, retain_max=0.99))
     if trained:
         bounded.train(memory, steps=5)
     else:
@@ -47,7 +47,7 @@ def test_adversarial_streams_stay_under_the_bound(name, trained, residual):
 
 def test_twenty_thousand_tokens_of_every_stream():
     torch.manual_seed(1)
-    memory = SelfModifying(SelfModifyingConfig(width=8, heads=2))
+    memory = SelfModifying(configure(SelfModifyingConfig, width=8, heads=2))
     with torch.no_grad():
         for parameter in memory.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -79,7 +79,7 @@ def greedy(rate_max, steps, retain=0.9, c=1.0):
 def test_the_bound_is_tight(negative):
     """A greedy adversary stays below it and comes within three percent."""
     options = {"retain_max": 0.9, "negative": negative}
-    memory = SelfModifying(SelfModifyingConfig(**SIZES, **options))
+    memory = SelfModifying(configure(SelfModifyingConfig, **SIZES, **options))
     with torch.no_grad():
         memory.first.zero_()
     bound = float(memory.bound().max())
@@ -90,7 +90,7 @@ def test_the_bound_is_tight(negative):
 def test_a_write_survives_256_tokens_at_the_start():
     """Retention alone keeps more than half; with the erasing of random keys a third is left."""
     torch.manual_seed(0)
-    memory = SelfModifying(SelfModifyingConfig(width=128, heads=2))
+    memory = SelfModifying(configure(SelfModifyingConfig, width=128, heads=2))
     x = torch.randn(1, 257, 128)
     changed = x.clone()
     changed[:, 0] = torch.randn(128)
@@ -104,7 +104,7 @@ def test_a_write_survives_256_tokens_at_the_start():
 @pytest.mark.parametrize("residual", [False, True])
 def test_zero_inputs_write_nothing(residual):
     """As printed the weights shrink evenly; differences stay at zero."""
-    memory = SelfModifying(SelfModifyingConfig(**SIZES, residual=residual)).double()
+    memory = SelfModifying(configure(SelfModifyingConfig, **SIZES, residual=residual)).double()
     _, state = memory(torch.zeros(2, 40, 8, dtype=torch.float64))
     if residual:
         assert not state.weights.first.any()
@@ -125,7 +125,7 @@ def test_only_residual_memories_outlive_a_long_stream():
     ranks = {}
     for residual in (False, True):
         torch.manual_seed(0)
-        memory = SelfModifying(SelfModifyingConfig(width=16, heads=1, residual=residual))
+        memory = SelfModifying(configure(SelfModifyingConfig, width=16, heads=1, residual=residual))
         words, state = torch.randn(40, 16), None
         for _ in range(8):
             _, state = memory(words[torch.randint(40, (1, 512))], state)
@@ -156,4 +156,4 @@ def test_only_residual_memories_outlive_a_long_stream():
 )
 def test_bad_configurations_fail_before_any_work(options, message):
     with pytest.raises(ValueError, match=message):
-        SelfModifyingConfig(**{**SIZES, **options})
+        configure(SelfModifyingConfig, **{**SIZES, **options})

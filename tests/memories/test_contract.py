@@ -21,7 +21,7 @@ MEMORIES = {
     "gated delta": lambda: m.LinearMemory(m.GatedDeltaConfig(**SIZES, chunk=4)),
     "oja": lambda: m.LinearMemory(m.OjaConfig(**SIZES, chunk=4)),
     "omega": lambda: m.Omega(m.OmegaConfig(**SIZES, chunk=4, window=3)),
-    "titans": lambda: m.Titans(m.TitansConfig(**SIZES, chunk=4, chunk_others=4)),
+    "titans": lambda: m.Titans(m.TitansConfig(**SIZES, chunk=4)),
     "self-modifying": lambda: m.SelfModifying(_self()),
     "self-modifying l2": lambda: m.SelfModifying(_self(objective="l2", negative=True)),
     "self-modifying deep": lambda: m.SelfModifying(_self(expansion=1, objective="l2")),
@@ -37,12 +37,15 @@ MEMORIES = {
     "self-modifying, steered": lambda: m.SelfModifying(_self(steering=3)),
     "self-modifying, steered rates": lambda: m.SelfModifying(_self(steering=3, adaptive=("eta",))),
     "self-modifying, a head that adds": lambda: m.SelfModifying(_self(adding=1, negative=True)),
+    "titans without momentum": lambda: m.Titans(m.TitansConfig(**SIZES, chunk=4, momentum=False)),
+    "self-modifying, tied": lambda: m.SelfModifying(_self(retention={"tied": True})),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 
 
 def _self(**options):
-    return m.SelfModifyingConfig(**{**SIZES, "chunk": 4, "chunk_others": 4, **options})
+    sizes = {**SIZES, "chunk": 4, "chunk_others": 4}
+    return m.configure(m.SelfModifyingConfig, **{**sizes, **options})
 
 
 @pytest.fixture(params=list(MEMORIES))

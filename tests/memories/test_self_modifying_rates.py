@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 
 
 def starts(**fields) -> list[float]:
     """The rate at which each head starts, read back from its gate."""
-    memory = SelfModifying(SelfModifyingConfig(width=24, heads=3, **fields))
+    memory = SelfModifying(configure(SelfModifyingConfig, width=24, heads=3, **fields))
     return (memory.rule.rate_max * torch.sigmoid(memory.bias[:, 0])).tolist()
 
 
@@ -26,11 +26,13 @@ def test_rates_are_spread_over_the_heads():
 @pytest.mark.parametrize("rates", [(0.0, 0.5), (0.1, 1.0), (0.1,)])
 def test_rates_stay_within_what_the_gate_can_say(rates):
     with pytest.raises(ValueError, match="rates must be two numbers between 0 and 1"):
-        SelfModifyingConfig(width=24, heads=3, rates=rates)
+        configure(SelfModifyingConfig, width=24, heads=3, rates=rates)
 
 
 def test_retention_starts_where_it_is_told():
-    memory = SelfModifying(SelfModifyingConfig(width=24, heads=3, retain=0.9, retain_max=0.999))
+    memory = SelfModifying(
+        configure(SelfModifyingConfig, width=24, heads=3, retain=0.9, retain_max=0.999)
+    )
     started = memory.rule.gates(memory.bias).log_retain.exp().tolist()
     assert started == pytest.approx([0.9] * 3, rel=1e-3)
 
@@ -41,7 +43,7 @@ def test_a_head_that_adds_counts_and_one_that_erases_settles():
     torch.manual_seed(0)
     gates = {"rates": (0.5, 0.5), "retain": 0.99999, "retain_max": 0.999999}
     memory = SelfModifying(
-        SelfModifyingConfig(width=16, heads=2, adaptive=(), adding=1, conv=1, **gates)
+        configure(SelfModifyingConfig, width=16, heads=2, adaptive=(), adding=1, conv=1, **gates)
     )
     token = torch.randn(1, 1, 16)
     norms = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.norm import unit
 from nestling.objectives import l2
 from nestling.scan.self_modifying import scan_self_modifying
@@ -212,7 +212,7 @@ def test_what_is_kept_for_the_backward_pass_can_be_taken_away():
     for recompute in (False, True):
         torch.manual_seed(1)
         sizes = {"width": 8, "heads": 2, "chunk": 8, "chunk_others": 8}
-        memory = SelfModifying(SelfModifyingConfig(**sizes, recompute=recompute))
+        memory = SelfModifying(configure(SelfModifyingConfig, **sizes, recompute=recompute))
         saved = []
 
         def pack(t, saved=saved):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.norm import unit
 from nestling.scan.self_modifying.naive import scan_naive
 from nestling.tree import tree_leaves, tree_map
@@ -16,7 +16,7 @@ WIDTH, HEADS, SMALL = 12, 2, 3
 def build(**options):
     torch.manual_seed(0)
     config = {"width": WIDTH, "heads": HEADS, "steering": SMALL, "chunk": 4, "chunk_others": 4}
-    memory = SelfModifying(SelfModifyingConfig(**{**config, **options})).double()
+    memory = SelfModifying(configure(SelfModifyingConfig, **{**config, **options})).double()
     with torch.no_grad():
         for parameter in memory.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))

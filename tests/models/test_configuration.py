@@ -27,7 +27,7 @@ BAD = {
     "level without chunk": ({"levels": [{"name": "fast"}]}, "a name and a chunk"),
     "a level that is a number": (
         {"levels": [512]},
-        r"a name and a chunk, as in \{'name': 'fast', 'chunk': 512\}; got 512",
+        r"a name and a chunk, as in \{'name': 'fast', 'chunk': 512\}, and .*; got 512",
     ),
     "options without the mixer": (
         {"mixer_options": {"chunk": 32}},

@@ -110,7 +110,8 @@ def test_quadratic_converges(name: str) -> None:
     target = torch.randn(6, 4)
     weight, offset = nn.Parameter(torch.zeros(6, 4)), nn.Parameter(torch.ones(3))
     build, lr = ALL[name]
-    optimizer = build([weight, offset], lr=lr * QUADRATIC.get(name, 1.0))
+    groups = [{"params": [weight], "orthogonal": True}, {"params": [offset], "orthogonal": False}]
+    optimizer = build(groups, lr=lr * QUADRATIC.get(name, 1.0))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=300)
 
     def loss() -> Tensor:
@@ -168,7 +169,7 @@ def test_matches_a_naive_reference(name: str) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             group_of[p] = group
-            rules[p] = optimizer.rule(group, p.ndim < 2)
+            rules[p] = optimizer.rule(group, optimizer.kind(group, p))
             weights[p] = matrix(p.detach().clone())
             states[p] = rules[p].init(weights[p])
     for step in range(1, 20):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -165,20 +166,28 @@ def test_groups_are_divided_by_shape_and_can_say_otherwise() -> None:
     ]  # fmt: skip
     params = weights(*shapes)
     optimizer = M3(params, lr=0.1, adam_lr=0.02)
-    assert [(len(g["params"]), g["orthogonal"], g["lr"]) for g in optimizer.param_groups] == [
-        (3, True, 0.1),
-        (4, False, 0.02),
-    ]
+    (group,) = optimizer.param_groups  # one group stays one group, as ZeRO and torch expect
+    kinds = [optimizer.kind(group, p) for p in params]
+    assert [kind.hidden for kind in kinds] == [
+        False, False, False, False, True, False, False,
+    ]  # fmt: skip
+    rates = [optimizer.rate(group, kind) for kind in kinds]
+    assert rates == pytest.approx([0.02, 0.02, 0.02, 0.02, 0.1, 0.02, 0.02])
     chosen = M3(
         [{"params": params[:2], "orthogonal": False}, {"params": params[3], "orthogonal": True}]
     )
     assert [g["orthogonal"] for g in chosen.param_groups] == [False, True]
-    named = M3((f"p{i}", p) for i, p in enumerate(params))
-    assert named.param_groups[0]["param_names"] == ["p0", "p4", "p6"]
+    names = ["embed.weight", "b", "c", "long", "conv", "e", "layers.0.up"]
+    named = M3(list(zip(names, params, strict=True)))
+    (by_name,) = named.param_groups
+    assert by_name["hidden"] == [False, False, False, False, True, False, True]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()
     schedule.step()
-    assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.01]
+    assert [optimizer.rate(group, kind) for kind in kinds[3:5]] == pytest.approx([0.01, 0.05])
+    groups = [{"params": [p], "orthogonal": yes} for p, yes in zip(params, (True, False))]
+    explicit = M3(groups, lr=0.1, adam_lr=0.02)
+    assert [g["lr"] for g in explicit.param_groups] == [0.1, 0.02]
 
 
 def test_orthogonalised_step_has_flat_singular_values() -> None:
@@ -226,7 +235,7 @@ def test_tensor_rate_and_late_groups() -> None:
 
 def test_compiled_rule_and_compiled_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend="aot_eager"))  # no C++ here
+    monkeypatch.setattr(torch, "compile", partial(real, backend="aot_eager"))  # no C++ here
 
     def run(compiled: bool, whole: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -14,10 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from nestling.levels import Level
@@ -87,6 +89,53 @@ def check(name: str, how: str, found: list, expected: list) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9, msg=lambda m: f"{name} {how}: {m}")
 
 
+def from_rank_0(rank: int) -> None:
+    """A full state that only rank 0 has reaches all ranks whole."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for name in ("M3", "DeepMomentum"):
+        model = Net()
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+        train(model, optimizer, 0, CUT, 0, 1)
+        saved = get_optimizer_state_dict(model, optimizer, options=StateDictOptions())
+        expected = {k: dict(optimizer.state[p]) for k, p in model.named_parameters()}
+        model.zero_grad()  # as in a new process: torch then creates the state to load into
+        fresh = OPTIMIZERS[name](list(model.parameters()))
+        given = saved if rank == 0 else {}
+        set_optimizer_state_dict(model, fresh, given, options=options)
+        for key, parameter in model.named_parameters():
+            for leaf, value in expected[key].items():
+                found = fresh.state[parameter][leaf]
+                torch.testing.assert_close(found, value, msg=f"{name} {key} {leaf} on rank {rank}")
+
+
+def zero_redundancy(rank: int) -> None:
+    """ZeRO over plain parameters: both ranks step, and end with the same weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(40, 12), nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12), nn.Linear(12, 40)
+    )
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), M3, lr=0.01)
+    losses = []
+    for step in range(12):
+        tokens = torch.arange(rank, 40, 2)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(wrapped(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1, step
+    assert losses[-1] < 0.9 * losses[0], losses
+    inner = optimizer.optim
+    for group in inner.param_groups:
+        for p in group["params"]:
+            assert not (inner.kind(group, p).hidden and 40 in p.shape), "a table was orthogonalised"
+    for p in model.parameters():
+        others = [torch.empty_like(p) for _ in range(2)]
+        dist.all_gather(others, p.detach().contiguous())
+        assert torch.equal(others[0], others[1])
+
+
 def main(out: Path) -> None:
     """Compare, for each optimizer, one process with DDP, FSDP2, and FSDP2 stopped and resumed."""
     dist.init_process_group("gloo")
@@ -123,6 +172,9 @@ def main(out: Path) -> None:
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
         train(model, optimizer, CUT, STEPS - CUT, rank, ranks)
         check(name, "FSDP2", whole(model), expected)
+
+    from_rank_0(rank)
+    zero_redundancy(rank)
 
     model = sharded(Net())
     with pytest.raises(TypeError, match="FSDP"):

@@ -8,7 +8,7 @@ import torch
 from nestling.continuum.layers import Block, Chain
 from nestling.description import describe
 from nestling.levels import Level
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.optim import NestedOptimizer
 from nestling.paper.nested import NestedSystem
 from nestling.paper.nested.hope import hope_block
@@ -19,7 +19,7 @@ B, T, D = 2, 4, 6
 
 def make_block(**options):
     config = {"width": D, "heads": 2, "chunk": 1, "chunk_others": 1, "residual": False}
-    mixer = SelfModifying(SelfModifyingConfig(**config | options))
+    mixer = SelfModifying(configure(SelfModifyingConfig, **config | options))
     levels = [Level(name="fast", chunk=1), Level(name="slow", chunk=2)]
     return Block(mixer, Chain(D, 5, levels)).double()
 

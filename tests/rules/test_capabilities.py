@@ -7,13 +7,16 @@ import torch
 
 from nestling import rules
 from nestling.objectives import l2
+from nestling.paper.exhibits.adagrad import adagrad_memory
+from nestling.paper.exhibits.adam import adam_literal
+from nestling.paper.exhibits.gd import descent
+from nestling.paper.exhibits.momentum import generalised_momentum
+from nestling.paper.exhibits.omega import omega
+from nestling.paper.exhibits.precondition import precondition
 from nestling.rules import Gates, Rule, Write, chain, identity
 from nestling.tree import tree_leaves
 
 NEED_ARGUMENTS = {
-    "descend": lambda: rules.descend(l2),
-    "generalised_momentum": lambda: rules.generalised_momentum(l2),
-    "omega": lambda: rules.omega(l2, window=2),
     "stateless": lambda: rules.stateless(torch.sign),
     "nonlinear": lambda: rules.nonlinear(rules.momentum(), torch.tanh),
 }
@@ -31,6 +34,12 @@ def every_rule():
                 yield name, thing()
             except TypeError:
                 continue
+    yield "descent", descent(l2)
+    yield "generalised_momentum", generalised_momentum(l2)
+    yield "omega", omega(l2, window=2)
+    yield "adagrad_memory", adagrad_memory()
+    yield "adam_literal", adam_literal()
+    yield "precondition", precondition()
     yield "chain of nothing but descent", chain(identity, identity)
     yield "chain with pairs", chain(rules.dgd(), rules.momentum())
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nestling import host
 from nestling.rules.newton_schulz import (
     CUBIC,
     QUINTIC,
     newton_schulz,
     newton_schulz_naive,
     orthogonalise,
+    quick_precision,
 )
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -82,6 +86,48 @@ def test_half_precision_is_computed_in_float32():
     out = newton_schulz(matrix)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, newton_schulz(matrix.float()).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 64), (48, 200), (3, 128, 160)])
+def test_bfloat16_stays_near_the_exact_iteration(shape):
+    matrix = torch.randn(shape)
+    exact = newton_schulz_naive(matrix.double())
+    rough = newton_schulz(matrix, precision=torch.bfloat16)
+    assert rough.dtype == torch.float32
+    assert (rough - exact).norm() < 0.06 * exact.norm()
+    singular = torch.linalg.svdvals(rough)
+    assert singular.max() < 1.3
+    wide = newton_schulz(torch.randn(32, 256), precision=torch.bfloat16)
+    assert torch.linalg.svdvals(wide).min() > 0.6
+    assert torch.equal(newton_schulz(0 * matrix, precision=torch.bfloat16), 0 * matrix)
+
+
+def test_precision_follows_the_device(monkeypatch):
+    assert quick_precision(torch.device("cuda")) == torch.bfloat16
+    assert quick_precision(torch.device("mps")) == torch.float32
+    seen = []
+    for quicker in (True, False):
+        module = sys.modules["nestling.rules.newton_schulz"]
+        monkeypatch.setattr(module, "bf16_is_quicker", lambda quicker=quicker: quicker)
+        matrix = torch.randn(130, 140)
+        seen.append(newton_schulz(matrix))
+        small, wide = torch.randn(30, 40), torch.randn(130, 140, dtype=torch.float64)
+        exactly = newton_schulz(small, precision=torch.float32)
+        assert torch.equal(newton_schulz(small), exactly)
+        torch.testing.assert_close(newton_schulz(wide), newton_schulz_naive(wide))
+    torch.testing.assert_close(seen[1], newton_schulz(matrix, precision=torch.float32))
+    assert seen[0].dtype == torch.float32
+
+
+def test_a_cpu_is_asked_only_if_it_has_the_instructions(monkeypatch):
+    for has, speed, quicker in [(True, 2.0, True), (True, 1.1, False), (True, None, False)]:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        monkeypatch.setattr(host, "bf16_speed", lambda speed=speed: speed)
+        assert host.bf16_is_quicker() is quicker
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    monkeypatch.setattr(host, "bf16_speed", lambda: pytest.fail("measured for nothing"))
+    assert host.bf16_is_quicker() is False
 
 
 def test_bad_input_is_refused():

@@ -17,6 +17,7 @@ from nestling.adaptation.slots import assign_levels, check_model
 from nestling.continuum import Continuum, MemoryLevel, Slot
 from nestling.continuum.assignment import weight_of
 from nestling.continuum.engine import TRANSFERS
+from nestling.files import BrokenFileError
 from nestling.rules import Rule
 
 if TYPE_CHECKING:
@@ -177,6 +178,15 @@ def load_learner(
     model: the same base model; another one is refused. changed: arguments of `adapt` that differ
     from the saved ones (limits, on_alarm, a rule of one's own).
     """
+    try:
+        return _load_learner(model, folder, tokenizer, changed)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BrokenFileError(f"{folder}: not a memory's settings: {error!r}") from error
+
+
+def _load_learner(
+    model: Any, folder: str | Path, tokenizer: Any, changed: dict[str, Any]
+) -> Learner:
     settings = {**read_meta(Path(folder))["settings"], **changed}
     if isinstance(settings["rule"], list) and "custom" in settings["rule"]:
         raise ValueError(

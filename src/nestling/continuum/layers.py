@@ -35,6 +35,7 @@ __all__ = [
     "Channel",
     "FeedForward",
     "InContext",
+    "LevelRates",
     "Parallel",
     "SwiGLU",
     "level_mlp",
@@ -214,6 +215,25 @@ class InContext(Channel):
     ) -> tuple[Tensor, Any]:
         y, state = self.memory(self.norm(x), state, mask)
         return x + y, state
+
+
+class LevelRates(nn.Module):
+    """The levels' rates as a parameter: `exp(log_rate)`, from given rates on."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        super().__init__()
+        self.given = tuple(rates)
+        self.log_rate = nn.Parameter(torch.empty(len(self.given)))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        logs = [math.log(rate) if rate > 0.0 else 0.0 for rate in self.given]
+        with torch.no_grad():
+            self.log_rate.copy_(torch.tensor(logs))
+
+    def forward(self) -> Tensor:
+        """[levels]; what it says of a level without a rate means nothing."""
+        return self.log_rate.exp()
 
 
 class BlockState(NamedTuple):

@@ -65,12 +65,14 @@ def naive(
     transfer: str | None = None,
     transfer_rate: float | None = None,
     second_order: bool = False,
+    outer: bool = False,
 ) -> NaiveResult:
     """Read ids [1, T]; level l changes at the multiples of its chunk, by its chunk's gradient.
 
     `theta_l <- retain theta_l - rate f(sum of the chunk's gradients)` (Eq. 71), from initial states
     that are learned outside (Eq. 73) or, with `transfer`, at the next slower level (Eq. 72).
-    `second_order` keeps the history of every update for the gradient of the meta-objective.
+    `second_order` keeps the history of every update for the gradient of the meta-objective; `outer`
+    keeps the graph of every segment, with fast weights and the cache before it as constants.
     """
     graph = second_order or transfer == "second_order"
     running = _begin(model, levels, slots, rates)
@@ -101,7 +103,7 @@ def naive(
         segment = segment + losses[-1]
         due = [each for each in by_speed if each.level.due(t + 1)]
         if due:
-            _collect(running, segment, graph, retain=second_order)
+            _collect(running, segment, graph, retain=second_order or outer)
             for each in due:
                 _update(each, slots, weights, model, t + 1, mean=mean, graph=graph)
             for faster, slower in itertools.pairwise(by_speed):
@@ -177,8 +179,8 @@ def _update(
 ) -> None:
     """One update of one level (Eq. 71); the rule sees the weight the model has read with."""
     each.step += 1
+    count = position - (each.changed[-1] if each.changed else 0) if mean else 1
     each.changed.append(position)
-    count = each.level.chunk if mean else 1
     gates = Gates(each.rate, each.level.retain, each.step)
     for place, own in enumerate(each.own):
         name = slots[own.slot].name

@@ -20,17 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.continuum.engine import Engine, Rate, Segment
-from nestling.continuum.reading import Reading
+from nestling.continuum.assignment import weight_of
+from nestling.continuum.engine import Engine, Rate, Segment, pair_up
+from nestling.continuum.reading import LiveSlot, Reading
 from nestling.continuum.state import ContinuumState, LevelState, Output
 from nestling.levels import LevelUpdate, boundaries
-from nestling.losses import first_loss, pair_losses
+from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
 __all__ = [
     "Confine",
     "Metric",
+    "Outer",
     "TokenStream",
     "align",
     "begin",
@@ -46,6 +48,8 @@ Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
 Levels = tuple[LevelState, ...]
 Confine = Callable[[Levels, Levels, list[LevelUpdate]], tuple[Levels, list[LevelUpdate]]]
 """`confine(before, after, updates)`: the levels and updates to go on with."""
+Run = Callable[[Tensor, Any, int], tuple[Tensor, Any]]
+"""A model's forward pass: tokens [B, n], cache tree and tokens in it -> logits, cache tree."""
 
 
 def begin(engine: Engine, batch: int) -> ContinuumState:
@@ -73,12 +77,99 @@ class Piece(NamedTuple):
     cache: Any
 
 
+class Outer:
+    """The gradients of an outer loss, gathered segment by segment while a stream is read.
+
+    First order, in one pass: with fast weights as constants, the inner gradient of a segment
+    (`delta^T x` of each sequence), summed over the sequences, *is* the outer gradient of the slot.
+    So one backward pass per segment gives both, and the gradients of all other parameters with
+    them. The cache is a constant at the start of every segment (truncated backpropagation).
+
+    The gradient by a level's log-rate is `sum_b <G_b, Delta_b>`: with past gradients as constants
+    the level's difference is proportional to its rate.
+    """
+
+    def __init__(self, engine: Engine, *, slots: bool = True, rates: bool = False) -> None:
+        weights = [weight_of(engine.model, slot.name)[0] for slot in engine.slots]
+        own = {id(weight) for weight in weights}
+        self.engine, self.slots, self.rates = engine, slots, rates
+        self.parameters = [
+            p for p in engine.model.parameters() if p.requires_grad and id(p) not in own
+        ]
+        self.trained = [slots and weight.requires_grad for weight in weights]
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.slot_gradients: list[Tensor | None] = [None] * len(weights)  # [Do, Di]
+        self.rate_gradients: list[Tensor | float] = [0.0] * len(engine.levels)
+        self.loss: Tensor | float = 0.0  # summed over all targets
+
+    def same(self, targets: Tensor, tokens: Tensor, wanted: Tensor) -> bool:
+        """Whether the outer loss of a segment is the loss its levels learn from."""
+        if targets.shape != tokens.shape:
+            return False
+        return bool((torch.where(wanted, tokens, IGNORE) == targets).all())
+
+    def backward(self, loss: Tensor, reading: Reading) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients of all parameters but the slots; every slot's inputs and surprises."""
+        outputs = self.engine.outputs(reading)
+        self.loss = self.loss + loss.detach()
+        with _exact(loss):
+            grads = torch.autograd.grad(loss, [*outputs, *self.parameters], allow_unused=True)
+        for place, grad in enumerate(grads[len(outputs) :]):
+            self.gradients[place] = _added(self.gradients[place], grad)
+        surprises = [
+            torch.zeros_like(y) if grad is None else grad
+            for y, grad in zip(outputs, grads, strict=False)
+        ]
+        return pair_up(reading, surprises, graph=False)
+
+    def credit(self, segment: Segment, levels: tuple[LevelState, ...], needed: set[int]) -> None:
+        """Add the gradients of the slots and of the levels' rates.
+
+        needed: the levels that will collect the segment, whose gradients are formed in any case.
+        """
+        wiring, dtype = self.engine.wiring, levels[0].seen.dtype
+        formed: dict[int, Tensor] = {}
+        for number in wiring.order:
+            for own, fast in zip(wiring.parts[number], levels[number].fast, strict=True):
+                readers = wiring.readers[own.key] + 1
+                if number in needed and wiring.levels[number].rank is None:
+                    gradient = segment.compact(own, dtype, readers)
+                    if isinstance(gradient, Tensor) and own.part.axis is None:
+                        formed[own.slot] = gradient
+                if self.rates and fast is not None:
+                    new = self.rate_gradients[number] + segment.along(own, fast)
+                    self.rate_gradients[number] = new
+        for place, trained in enumerate(self.trained):
+            if trained:
+                total = formed[place].sum(0) if place in formed else segment.total(place)
+                self.slot_gradients[place] = _added(self.slot_gradients[place], total)
+
+
+def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """The sum, in place: gradients may share memory at first, so the first one is copied."""
+    if new is None:
+        return old
+    return new.clone() if old is None else old.add_(new)
+
+
+def _number(rate: Rate) -> float:
+    return float(rate.detach()) if isinstance(rate, Tensor) else rate
+
+
+def _exact(like: Tensor) -> Any:
+    """No autocast: gradients keep the precision their forward pass had."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 class TokenStream:
     """One call over some tokens of a stream: what it reads, and what it gathers from them.
 
-    rates: of every level; tensors under "second_order". context: the cache starts anew every so
-    many positions. segment: at most so many pairs in one backward pass. meta: what can be
-    differentiated, as for `Continuum.forward`.
+    rates: of every level; tensors under "second_order". run: the model's forward pass; by default
+    its own. context: the cache starts anew every so many positions. segment: at most so many pairs
+    in one backward pass. meta: what can be differentiated, as for `Continuum.forward`; with
+    `truncate` the cache is a constant at the start of every segment. outer: gathers the gradients
+    of an outer loss, whose targets [B, T] (IGNORE: none) are those of the new tokens' logits.
+    final: nobody goes on from the state afterwards, so levels collect only what they will use.
     """
 
     def __init__(
@@ -86,16 +177,25 @@ class TokenStream:
         engine: Engine,
         rates: Sequence[Rate],
         *,
+        run: Run | None = None,
         context: int | None = None,
         segment: int | None = None,
         meta: str | None = None,
+        truncate: bool = False,
+        outer: Outer | None = None,
+        targets: Tensor | None = None,
         keep_logits: bool = True,
         measure: bool = True,
+        final: bool = False,
         metric: Metric | None = None,
         confine: Confine | None = None,
     ) -> None:
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
+        self.run = run or _own_run(engine.model)
+        self.cut = meta is None or truncate  # the cache is a constant between segments
+        self.outer, self.targets = outer, targets
+        self.final, self.last = final, 0  # the last pair's position, known once reading begins
         self.meta, self.keep_logits, self.measure = meta, keep_logits, measure
         self.graph = meta == "second_order" or self.wiring.transfer == "second_order"
         self.constant = meta in (None, "frozen")
@@ -140,6 +240,7 @@ class TokenStream:
         waiting = state.tokens.shape[1]  # tokens at the front whose logits were given already
         start, begin = int(state.start[0]), int(state.begin[0])
         levels, cache, ahead, last = state.levels, state.cache, state.ahead, state.last
+        self.last = start + tokens.shape[1] - 1
         if waiting == 0:
             self.losses.append(first_loss(ids, last))
         while True:
@@ -150,7 +251,13 @@ class TokenStream:
             if tokens.shape[1] <= many:
                 break
             piece, levels = self._segment(
-                tokens[:, : many + 1], wanted[:, 1 : many + 1], levels, cache, start - begin, end
+                tokens[:, : many + 1],
+                wanted[:, 1 : many + 1],
+                levels,
+                cache,
+                start - begin,
+                end,
+                waiting,
             )
             self._keep(piece, waiting, piece.losses[:, max(waiting - 1, 0) :])
             cache, ahead, waiting, start = piece.cache, None, 0, end
@@ -160,7 +267,7 @@ class TokenStream:
             piece = self._read(new, levels, before, seen, last)
             self._keep(piece, 0, piece.losses)
         else:
-            piece = self._read(tokens, levels, cache, start - begin, None)
+            piece = self._read(tokens, levels, cache, start - begin, None, waiting)
             self._keep(piece, waiting, piece.losses[:, max(waiting, 1) :])
         state = state._replace(
             levels=levels,
@@ -182,22 +289,55 @@ class TokenStream:
             ends += boundaries(start, start + self.longest, self.longest)[:1]
         return min(end for end in ends if end is not None)
 
-    def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
-        """The model's own forward pass: logits, and the cache as a tree."""
-        cache = cache_from(self.model, tree, seen)
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-        return out.logits, cache_tree(out.past_key_values)
-
     def _read(
-        self, ids: Tensor, levels: tuple[LevelState, ...], tree: Any, seen: int, last: Tensor | None
+        self,
+        ids: Tensor,
+        levels: tuple[LevelState, ...],
+        tree: Any,
+        seen: int,
+        last: Tensor | None,
+        skip: int = 0,
     ) -> Piece:
         """Answer without learning; the losses of all tokens, the first one by `last`."""
-        with torch.set_grad_enabled(self.meta is not None):
-            with Reading(self.engine.live(levels), ids.shape[0], constant=self.constant):
-                logits, after = self._run(ids, tree, seen)
+        record, live = self.outer is not None, self._live(levels)
+        reading = Reading(live, ids.shape[0], record=record, constant=self.constant)
+        with torch.set_grad_enabled(self.meta is not None or record):
+            with reading:
+                logits, after = self.run(ids, tree, seen)
             losses = pair_losses(logits[:, :-1], ids[:, 1:])
         first = first_loss(ids, last, logits)
+        if self.outer is not None:
+            self._outer_pass(logits, reading, levels, skip)
+            logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
         return Piece(logits, torch.cat([first, losses], 1), after)
+
+    def _live(self, levels: tuple[LevelState, ...]) -> list[LiveSlot]:
+        """The slots as they stand; first-order rates are differentiated through the differences."""
+        lifts: list[Rate] = [1.0] * len(levels)
+        if self.meta == "first_order":
+            lifts = [r / r.detach() if isinstance(r, Tensor) else 1.0 for r in self.rates]
+        return self.engine.live(levels, lifts)
+
+    def _outer_pass(
+        self, logits: Tensor, reading: Reading, levels: tuple[LevelState, ...], skip: int
+    ) -> None:
+        """One backward pass of the outer loss of a piece that is not learned from alike."""
+        outer, targets = self.outer, self._take(logits.shape[1] - skip)
+        if outer is None or not bool((targets != IGNORE).any()):
+            return
+        with torch.enable_grad():
+            loss = pair_losses(logits[:, skip:], targets).sum()
+        found = outer.backward(loss, reading)
+        none = torch.zeros_like(levels[0].seen)
+        with torch.no_grad(), _exact(loss):
+            outer.credit(Segment(found, none, none), levels, set())
+
+    def _take(self, many: int) -> Tensor:
+        """The outer targets of the next tokens: [B, many]."""
+        if self.targets is None:
+            raise ValueError("an outer loss needs the targets of every token")
+        taken, self.targets = self.targets[:, :many], self.targets[:, many:]
+        return taken
 
     def _segment(
         self,
@@ -207,41 +347,60 @@ class TokenStream:
         tree: Any,
         seen: int,
         position: int,
+        skip: int,
     ) -> tuple[Piece, tuple[LevelState, ...]]:
-        """Read one whole segment ([B, n + 1] tokens), and let the levels learn from it."""
-        some, live = bool(wanted.any()), self.engine.live(levels)
-        reading = Reading(live, tokens.shape[0], record=some, constant=self.constant)
+        """Read one whole segment ([B, n + 1] tokens), and let the levels learn from it.
+
+        skip: tokens at its front that were answered in an earlier call.
+        """
+        outer, graph = self.outer, self.graph
+        needed = self.wiring.needed(position, self.last) if self.final else set(self.wiring.order)
+        some, live = bool(wanted.any()), self._live(levels)
+        record = some or outer is not None
+        reading = Reading(live, tokens.shape[0], record=record, constant=self.constant)
         segment = None
-        with torch.set_grad_enabled(some or self.meta is not None):
-            with reading, any_order() if self.graph else nullcontext():
-                logits, after = self._run(tokens[:, :-1], tree, seen)
+        with torch.set_grad_enabled(record or self.meta is not None):
+            with reading, any_order() if graph else nullcontext():
+                logits, after = self.run(tokens[:, :-1], tree, seen)
             losses = pair_losses(logits, tokens[:, 1:])  # [B, n]
-            if some:
-                learned = losses if bool(wanted.all()) else losses * wanted
-                keep = self.graph or self.meta is not None
-                found = self.engine.surprises(reading, learned.sum(), graph=self.graph, keep=keep)
-                found = found if self.metric is None else self.metric(found)
-                kept = learned if self.graph else learned.detach()
-                count = wanted.sum(1).to(levels[0].seen.dtype)
-                segment = Segment(found, count, kept.sum(1).to(count.dtype))
+            learned = losses if bool(wanted.all()) else losses * wanted
+        count = wanted.sum(1).to(levels[0].seen.dtype)
+        total = (learned if graph else learned.detach()).sum(1).to(count.dtype)
+        alike = outer is not None and skip == 0
+        if alike and outer is not None and self.targets is not None:
+            alike = outer.same(self.targets[:, : tokens.shape[1] - 1], tokens[:, 1:], wanted)
+        if outer is not None and alike and some:
+            self._take(tokens.shape[1] - 1)
+            segment = Segment(outer.backward(learned.sum(), reading), count, total)
+            with torch.no_grad(), _exact(logits):
+                outer.credit(segment, levels, needed)
+        elif some:
+            keep = graph or self.meta is not None or outer is not None
+            with torch.enable_grad(), _exact(logits):
+                found = self.engine.surprises(reading, learned.sum(), graph=graph, keep=keep)
+            segment = Segment(found if self.metric is None else self.metric(found), count, total)
+        if outer is not None and not (alike and some):
+            self._outer_pass(logits, reading, levels, skip)
         before = levels
-        levels, updates = self.engine.learn(
-            levels,
-            segment,
-            live,
-            position,
-            self.rates,
-            graph=self.graph,
-            outer=self.meta == "second_order",
-            measure=self.measure,
-            owned=self.made,
-        )
+        with _exact(logits):
+            levels, updates = self.engine.learn(
+                levels,
+                segment,
+                live,
+                position,
+                self.rates if graph else [_number(rate) for rate in self.rates],
+                graph=graph,
+                outer=self.meta == "second_order",
+                measure=self.measure,
+                owned=self.made,
+                needed=needed,
+            )
         if self.confine is not None and updates:
             levels, updates = self.confine(before, levels, updates)
         self.updates += updates
         if self.meta is None:
-            logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
-        return Piece(logits, losses, after), levels
+            logits, losses = logits.detach(), losses.detach()
+        return Piece(logits, losses, state_detach(after) if self.cut else after), levels
 
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
         if self.keep_logits:
@@ -256,6 +415,19 @@ class TokenStream:
         losses = torch.cat([each.to(dtype) for each in self.losses], 1)
         state = state._replace(last=last.clone())  # not a view of all logits
         return Output(logits, losses, state, tuple(self.updates))
+
+
+def _own_run(model: Any) -> Run:
+    """The forward pass of a causal language model; one whose levels learn by themselves stays as
+    it is."""
+    options = {"learn": False} if getattr(model, "learns", False) else {}
+
+    def run(ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
+        cache = cache_from(model, tree, seen)
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        return out.logits, cache_tree(out.past_key_values)
+
+    return run
 
 
 def align(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

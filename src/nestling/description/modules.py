@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nestling.continuum.layers import Block, Chain, Parallel
 from nestling.description.description import Component, every
-from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying
+from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying, Titans
 from nestling.memories.adaptive import AdaptiveMLP
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
@@ -153,26 +153,27 @@ def _adaptive(module: AdaptiveMLP, name: str) -> Iterator[Component]:
     )
 
 
-def _self_modifying(module: SelfModifying, name: str) -> Iterator[Component]:
+def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Component]:
     """The main memory changes with every token; the others are consulted anew every chunk."""
-    config, many = module.config, len(module.rule.names)
+    config, rule, many = module.config, module.rule, len(module.rule.names)
     size = (_size(module, "weights.first") + _size(module, "weights.second")) // many
-    target = "-<M k, v>" if config.objective == "dot" else "|M k - v|^2 / 2"
-    values = "values it generates itself" if config.own_values else "given values"
-    how = ", by delta gradient descent" if config.erase else ""
-    if config.adding:
-        how += f", without erasing in {config.adding} of {config.heads} heads"
+    target = "|M k - v|^2 / 2" if rule.squared else "-<M k, v>"
+    values = "values it generates itself" if rule.own_values else "given values"
+    how = ", by delta gradient descent" if rule.erase else ""
+    adding = module.config.learning.adding if isinstance(module, SelfModifying) else 0
+    if adding:
+        how += f", without erasing in {adding} of {config.heads} heads"
     memory = Component(
         name=f"{name} (memory)",
         kind="memory",
         clock="token",
-        chunk=config.chunk if config.read_start else 1,
+        chunk=rule.chunk if rule.read_start else 1,
         state=size,
         objective=target + how,
         context=f"keys, {values}",
         transfer=START,
     )
-    if config.momentum:
+    if module.theta is not None:
         yield Component(
             name=f"{name} (momentum)",
             kind="memory",
@@ -184,16 +185,16 @@ def _self_modifying(module: SelfModifying, name: str) -> Iterator[Component]:
         )
         memory = replace(memory, needs=(f"{name} (momentum)",))
     yield memory
-    others = ", ".join(n for n in module.rule.names if n in config.adaptive)
+    others = ", ".join(n for n in module.rule.names if n in rule.adaptive)
     if others:
         yield replace(
             memory,
             name=f"{name} ({others})",
-            chunk=config.chunk_others,
+            chunk=rule.chunk_others,
             state=size * (many - 1),
             context=f"the same keys, {values}",
         )
-    if module.steering is not None:
+    if isinstance(module, SelfModifying) and module.steering is not None:
         yield from _self_modifying(module.steering.memory, f"{name} (steering)")
 
 
@@ -211,6 +212,7 @@ def _any_memory(module: Memory, name: str) -> Iterator[Component]:
 
 KNOWN: list[tuple[type, Callable[..., Iterator[Component]]]] = [
     (SelfModifying, _self_modifying),
+    (Titans, _self_modifying),
     (Attention, _own_attention),
     (AdaptiveMLP, _adaptive),
     (LinearMemory, _linear),

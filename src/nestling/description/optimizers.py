@@ -125,7 +125,7 @@ def _from_rules(optimizer: Any) -> list[Remembered]:
     found: dict[str, Remembered] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            rule = optimizer.rule(group, parameter.ndim < 2)
+            rule = optimizer.rule(group, optimizer.kind(group, parameter))
             shape = parameter.shape if parameter.ndim > 1 else (1, *parameter.shape)
             for owner, field, size in _leaves(rule.init(torch.empty(shape, device="meta"))):
                 name = KEPT_WITH.get(field, field)

@@ -13,7 +13,15 @@ from nestling.memories.linear import (
 )
 from nestling.memories.oja import OjaConfig
 from nestling.memories.omega import Omega, OmegaConfig
-from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
+from nestling.memories.options import configure
+from nestling.memories.self_modifying import (
+    Learning,
+    Projections,
+    Rates,
+    Retention,
+    SelfModifying,
+    SelfModifyingConfig,
+)
 from nestling.memories.titans import Titans, TitansConfig
 from nestling.tree import (
     state_detach,
@@ -30,6 +38,7 @@ __all__ = [
     "AttentionConfig",
     "DeltaNetConfig",
     "GatedDeltaConfig",
+    "Learning",
     "LinearAttentionConfig",
     "LinearConfig",
     "LinearMemory",
@@ -37,11 +46,15 @@ __all__ = [
     "OjaConfig",
     "Omega",
     "OmegaConfig",
+    "Projections",
+    "Rates",
+    "Retention",
     "RetentionConfig",
     "SelfModifying",
     "SelfModifyingConfig",
     "Titans",
     "TitansConfig",
+    "configure",
     "state_detach",
     "state_repeat",
     "state_select",

@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.memories.core import Memory, advance, state_dtype
-from nestling.memories.parts import merge_heads, split_heads
+from nestling.memories.core import (
+    Memory,
+    advance,
+    at_start,
+    merge_heads,
+    split_heads,
+    state_dtype,
+)
 from nestling.norm import RMSNorm
 from nestling.scan import scan
 from nestling.tree import state_start
@@ -63,7 +69,7 @@ class AdaptiveMLP(Memory):
         """The meta-learned `M_0` for every sequence."""
         device = self.weight.device if device is None else torch.device(device)
         weight = self.weight.to(device, state_dtype(dtype or self.weight.dtype))
-        position = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        position = at_start(batch_size, device)
         return AdaptiveState(position, state_start(weight, batch_size))
 
     def run(

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from nestling.memories.core import Memory, advance
-from nestling.memories.parts import CausalConv, check_sizes, merge_heads, split_heads, whole_number
+from nestling.memories.core import (
+    CausalConv,
+    Memory,
+    advance,
+    at_start,
+    check_sizes,
+    merge_heads,
+    split_heads,
+    unknown,
+    whole_number,
+)
 
 __all__ = ["Attention", "AttentionConfig", "AttentionState"]
 
@@ -94,7 +103,7 @@ class Attention(Memory):
         shape = (batch_size, self.config.heads, size, self.width // self.config.heads)
         empty = torch.zeros(shape, device=device, dtype=dtype)
         tail = torch.zeros(batch_size, self.config.conv - 1, self.width, device=device, dtype=dtype)
-        position = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        position = at_start(batch_size, device)
         return AttentionState(position, tail, empty, empty.clone())
 
     def run(
@@ -141,7 +150,7 @@ def _append(
     values = torch.cat([state.values[:, :, :position].to(v.dtype), v], 2) if position else v
     tokens = q.shape[2]
     if position == 0 or tokens == 1:
-        y = scaled_dot_product_attention(q, keys, values, is_causal=tokens > 1)
+        y = scaled_dot_product_attention(q, keys, values, is_causal=bool(tokens > 1))
     else:
         seen = torch.ones(tokens, keys.shape[2], dtype=torch.bool, device=q.device)
         y = scaled_dot_product_attention(q, keys, values, attn_mask=seen.tril(position))
@@ -155,7 +164,10 @@ def _insert(
     batch, heads, tokens, size = k.shape
     where = state.position.unsqueeze(1) + torch.arange(tokens, device=k.device)  # [B, T]
     count = where.new_full((batch,), tokens) if valid is None else valid.sum(1)
-    room = max(int((state.position + count).max()), state.keys.shape[2])
+    if unknown(count):  # enough for any
+        room = state.keys.shape[2] + tokens
+    else:
+        room = max(int((state.position + count).max()), state.keys.shape[2])
     target = where if valid is None else where.masked_fill(~valid, room)  # padding is dropped
     index = target[:, None, :, None].expand(-1, heads, -1, size)
 

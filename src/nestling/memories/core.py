@@ -27,6 +27,8 @@ different positions; when they stand at the same one the quick path is used.
 **read and write.** `write(x, state)` is `forward` without its outputs. `read(x, state)` asks the
 memory as it stands: every token is a query of its own, nothing changes, the convolution is skipped.
 
+**Parts.** What most memories share follows below: the shell of convolution and projections.
+
 A memory implements `init`, `run` and `read`; `forward` and `write` are common. `run` gets tokens
 already packed: real tokens first, `valid` ([B, T] bool, a prefix of True per row) or None if all
 are real, and T >= 1; `position` is the one all sequences stand at, or None when they differ.
@@ -35,14 +37,34 @@ are real, and T >= 1; `position` is the one all sequences stand at, or None when
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad, silu
 
-from nestling.tree import batch_size
+from nestling.norm import rms_norm
 
-__all__ = ["Memory", "Packed", "advance", "pack", "same_position", "state_dtype"]
+__all__ = [
+    "CausalConv",
+    "Memory",
+    "Opened",
+    "Packed",
+    "Shell",
+    "advance",
+    "at_start",
+    "check_sizes",
+    "make_shell",
+    "merge_heads",
+    "pack",
+    "same_position",
+    "split_heads",
+    "state_dtype",
+    "unknown",
+    "whole_number",
+]
 
 
 class Packed(NamedTuple):
@@ -52,35 +74,73 @@ class Packed(NamedTuple):
     valid: Tensor  # [B, N] bool, a prefix of True per row
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, T, D] -> [B, N, D], real tokens first, zeros behind them."""
+        """[B, T, D] -> [B, N, D], real tokens first, zeros behind them whatever was there."""
         picked = x.gather(1, self.order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        return picked * self.valid.unsqueeze(-1).to(x.dtype)
+        return picked.masked_fill(~self.valid.unsqueeze(-1), 0.0)
 
     def scatter(self, y: Tensor, length: int) -> Tensor:
         """[B, N, D] -> [B, length, D]: the inverse of `gather`, zeros at padding."""
-        y = y * self.valid.unsqueeze(-1).to(y.dtype)
+        y = y.masked_fill(~self.valid.unsqueeze(-1), 0.0)
         out = y.new_zeros(y.shape[0], length, y.shape[-1])
         return out.scatter_add(1, self.order.unsqueeze(-1).expand(-1, -1, y.shape[-1]), y)
 
 
-def pack(mask: Tensor) -> Packed:
-    """Bring the real tokens of every row to the front, in order, and cut what no row needs."""
-    count = mask.sum(1)
-    longest = int(count.max())
+def pack(mask: Tensor, longest: int | None = None) -> Packed:
+    """Bring the real tokens of every row, at most `longest`, to the front, in order."""
+    if longest is None:
+        longest = mask.shape[1] if unknown(mask) else int(mask.sum(1).max())
     order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)[:, :longest]
-    valid = torch.arange(longest, device=mask.device) < count.unsqueeze(1)
+    valid = torch.arange(longest, device=mask.device) < mask.sum(1).unsqueeze(1)
     return Packed(order, valid)
+
+
+def unknown(mask: Tensor) -> bool:
+    """Whether nothing may depend on what is in a mask: in compiled code, on the meta device."""
+    return torch.compiler.is_compiling() or mask.is_meta
+
+
+def at_start(batch: int, device: torch.device | str | None) -> Tensor:
+    """The position of sequences that have seen nothing: [B]."""
+    return _known(torch.zeros(batch, dtype=torch.int64, device=device), 0)
 
 
 def advance(position: Tensor, x: Tensor, valid: Tensor | None) -> Tensor:
     """The position after the tokens of `x`: [B] -> [B]."""
-    return position + (x.shape[1] if valid is None else valid.sum(1))
+    if valid is not None:
+        return position + valid.sum(1)
+    after = position + x.shape[1]
+    if torch.compiler.is_compiling() or not hasattr(position, KNOWN):
+        return after
+    before = getattr(position, KNOWN)
+    return _known(after, None if before is None else before + x.shape[1])
 
 
 def same_position(position: Tensor) -> int | None:
-    """The position shared by all sequences, or None when they differ."""
-    first = int(position[0])
-    return first if position.shape[0] == 1 or bool((position == first).all()) else None
+    """The position shared by all sequences, or None when they differ.
+
+    Asking a device for it means waiting for all it has to do. So the answer is kept with the
+    tensor, and `advance` hands it on: a stream is asked once, or never where it begins with `init`.
+    """
+    if torch.compiler.is_compiling():
+        first = int(position[0])
+        return first if position.shape[0] == 1 or bool((position == first).all()) else None
+    if not hasattr(position, KNOWN):
+        if position.is_meta:
+            return None
+        low, high = torch.stack(torch.aminmax(position)).tolist()
+        _known(position, low if low == high else None)
+    shared: int | None = getattr(position, KNOWN)
+    return shared
+
+
+KNOWN = "_same_position"
+"""The attribute of a position that holds what is known of it: one number for all, or None."""
+
+
+def _known(position: Tensor, shared: int | None) -> Tensor:
+    if not torch.compiler.is_compiling():
+        setattr(position, KNOWN, shared)
+    return position
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -123,11 +183,16 @@ class Memory(nn.Module, abc.ABC):
             state = self.init(x.shape[0], device=x.device)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return x, state
-        if mask is None or bool(mask.all()):
+        if mask is None:
             return self.run(x, state, None, position)
-        packed = pack(mask)
-        if packed.order.shape[1] == 0:
+        fewest, most = 0, x.shape[1]
+        if not unknown(mask):
+            fewest, most = torch.stack(torch.aminmax(mask.sum(1))).tolist()
+        if fewest == x.shape[1]:
+            return self.run(x, state, None, position)
+        if most == 0:
             return torch.zeros_like(x), state
+        packed = pack(mask, most)
         y, state = self.run(packed.gather(x), state, packed.valid, position)
         return packed.scatter(y, x.shape[1]), state
 
@@ -146,8 +211,187 @@ class Memory(nn.Module, abc.ABC):
                 f"mask must be bool of shape {tuple(x.shape[:2])} (False = padding);"
                 f" got {mask.dtype} of shape {tuple(mask.shape)}"
             )
-        if state is not None and batch_size(state) != x.shape[0]:
+        if state is not None and state.position.shape[0] != x.shape[0]:
+            held = state.position.shape[0]
             raise ValueError(
-                f"the state holds {batch_size(state)} sequences, x has {x.shape[0]}; select or"
-                " repeat the state first (nestling.tree)"
+                f"the state holds {held} sequences, x has {x.shape[0]}; select or repeat the state"
+                " first (nestling.tree)"
             )
+
+
+def whole_number(name: str, value: object, least: int = 1) -> None:
+    """Reject what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+
+
+def check_sizes(width: int, heads: int, conv: int = 1) -> None:
+    """Reject a width that the heads do not divide, and a convolution without a tap."""
+    whole_number("width", width)
+    whole_number("heads", heads)
+    whole_number("conv", conv)
+    if width % heads:
+        raise ValueError(f"heads must divide width; got heads={heads} and width={width}")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, D] -> [B, H, T, D / H]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, D / H] -> [B, T, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _taps(x: Tensor, weight: Tensor) -> Tensor:
+    """`_Taps` in plain operations."""
+    tokens = x.shape[1] - weight.shape[0] + 1
+    y = x[:, :tokens] * weight[0]
+    for i in range(1, weight.shape[0]):
+        y = y + x[:, i : i + tokens] * weight[i]
+    return y
+
+
+class _Taps(torch.autograd.Function):
+    """`y_t = sum_i weight_i x_{t+i}`, channel by channel; by hand because autograd would build a
+    tensor of zeros for every tap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        tokens = x.shape[1] - weight.shape[0] + 1
+        y = x[:, :tokens] * weight[0]
+        for i in range(1, weight.shape[0]):
+            y.addcmul_(x[:, i : i + tokens], weight[i])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        tokens, size = dy.shape[1], weight.shape[0]
+        if torch.is_grad_enabled():  # somebody differentiates the gradient: plain operations
+            shifted = [pad(dy * weight[i], (0, 0, i, size - 1 - i)) for i in range(size)]
+            sums = [(dy * x[:, i : i + tokens]).sum((0, 1)) for i in range(size)]
+            return torch.stack(shifted).sum(0), torch.stack(sums)
+        dx, dweight = torch.zeros_like(x), torch.empty_like(weight)
+        for i in range(size):
+            dx[:, i : i + tokens].addcmul_(dy, weight[i])
+            torch.sum(dy * x[:, i : i + tokens], (0, 1), out=dweight[i])
+        return dx, dweight
+
+
+class CausalConv(nn.Module):
+    """A convolution over the last `size` tokens, channel by channel, with its tail as state.
+
+    It starts near the identity: the newest token's tap is one, the older ones are small.
+    """
+
+    def __init__(self, width: int, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        size = self.weight.shape[0]
+        with torch.no_grad():
+            nn.init.normal_(self.weight, std=0.5 / math.sqrt(size))
+            self.weight[-1] = 1.0
+
+    def init(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The tail before the first token: [B, size - 1, D] zeros."""
+        size, width = self.weight.shape
+        return torch.zeros(batch_size, size - 1, width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, tail: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, T, D] and the inputs before it, [B, size - 1, D]; the new tail ends at each row's
+        last valid token."""
+        size, (_, tokens, width) = self.weight.shape[0], x.shape
+        if size == 1:
+            return x * self.weight[0], tail
+        longer = torch.cat([tail.to(x.dtype), x], 1)
+        plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        taps = _taps if plain else _Taps.apply
+        y: Tensor = taps(longer, self.weight.to(x.dtype))
+        if valid is None:
+            return y, longer[:, tokens:].to(tail.dtype)
+        last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)
+        kept = longer.gather(1, last.unsqueeze(-1).expand(-1, -1, width))
+        return y, kept.to(tail.dtype)
+
+
+class Opened(NamedTuple):
+    """Tokens on their way in: per-head parts, the output gate, the convolved tokens, the tail."""
+
+    parts: list[Tensor]  # each [B, H, T, d], float32 or better
+    gate: Tensor | None  # [B, T, D]
+    x: Tensor  # [B, T, D], convolved unless each part is
+    tail: Tensor  # [B, conv - 1, D], or as wide as all parts
+
+
+class Shell(nn.Module):
+    """What surrounds every fast-weight memory: convolution, projections to heads, and back.
+
+    The convolution comes before the projections, or with `conv_each` after them, so that each has
+    taps of its own: a key can then be the last token's and a query this one's in all channels. On
+    the way out the reads are normalised per head, gated by the input, and mixed.
+    """
+
+    def __init__(
+        self, width: int, heads: int, parts: int, *, conv: int, gate: bool, conv_each: bool = False
+    ) -> None:
+        super().__init__()
+        self.width, self.heads, self.gated, self.each = width, heads, gate, conv_each
+        self.conv = CausalConv(parts * width if conv_each else width, conv) if conv > 1 else None
+        self.project = nn.Linear(width, (parts + gate) * width, bias=False)
+        self.norm = nn.Parameter(torch.ones(width // heads))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.norm)
+
+    def init(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The convolution's tail before the first token (nothing without a convolution)."""
+        if self.conv is None:
+            return torch.zeros(batch_size, 0, self.width, device=device, dtype=dtype)
+        return self.conv.init(batch_size, device, dtype)
+
+    def open(self, x: Tensor, tail: Tensor, valid: Tensor | None) -> Opened:
+        """Convolve and project tokens: [B, T, D]."""
+        if self.conv is None:
+            return self.ask(x, tail)
+        if not self.each:
+            x, tail = self.conv(x, tail, valid)
+            return self.ask(x, tail)
+        projected, gate = self.project(x), None
+        if self.gated:
+            parts = projected.shape[-1] - self.width
+            projected, gate = projected.split([parts, self.width], dim=-1)
+        projected, tail = self.conv(projected, tail, valid)
+        return Opened(self._split(projected.split(self.width, dim=-1)), gate, x, tail)
+
+    def ask(self, x: Tensor, tail: Tensor) -> Opened:
+        """Project tokens without the convolution."""
+        pieces = self.project(x).split(self.width, dim=-1)  # one split: one gradient, put together
+        if not self.gated:
+            return Opened(self._split(pieces), None, x, tail)
+        return Opened(self._split(pieces[:-1]), pieces[-1], x, tail)
+
+    def _split(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        fast = state_dtype(pieces[0].dtype)
+        return [split_heads(piece, self.heads).to(fast) for piece in pieces]
+
+    def close(self, y: Tensor, gate: Tensor | None) -> Tensor:
+        """Normalise the reads per head, gate them, mix the heads: [B, H, T, d] -> [B, T, D]."""
+        y = merge_heads(rms_norm(y, self.norm.to(y.dtype), 1e-6))
+        y = y.to(self.out.weight.dtype)
+        return self.out(y if gate is None else y * silu(gate))
+
+
+def make_shell(config: Any, parts: int, projections: Any = None) -> Shell:
+    """The shell of a memory with so many projections, as its configuration says."""
+    how = config if projections is None else projections
+    return Shell(
+        config.width, config.heads, parts,
+        conv=how.conv, gate=config.gate, conv_each=how.conv_each,
+    )  # fmt: skip

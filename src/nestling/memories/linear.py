@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from nestling.memories.core import Memory, advance, state_dtype
-from nestling.memories.parts import Opened, check_sizes, make_shell, whole_number
+from nestling.memories.core import (
+    Memory,
+    Opened,
+    advance,
+    at_start,
+    check_sizes,
+    make_shell,
+    state_dtype,
+    whole_number,
+)
 from nestling.norm import unit
 from nestling.scan import scan
 from nestling.tree import state_start
@@ -145,7 +153,7 @@ class Gates(nn.Module):
         else:
             retain = x.new_ones(shape, dtype=fast)
         if valid is not None:
-            rate = rate * valid.unsqueeze(1)
+            rate = torch.where(valid.unsqueeze(1), rate, 0.0)
             retain = torch.where(valid.unsqueeze(1), retain, 1.0)
         return rate, retain
 
@@ -176,7 +184,7 @@ class LinearMemory(Memory):
         dtype = self.weight.dtype if dtype is None else dtype
         weight = self.weight.to(device, state_dtype(dtype))
         return LinearState(
-            torch.zeros(batch_size, dtype=torch.int64, device=device),
+            at_start(batch_size, device),
             self.shell.init(batch_size, device, dtype),
             state_start(weight, batch_size),
         )

@@ -7,12 +7,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from nestling.memories.core import Memory, advance, state_dtype
+from nestling.memories.core import (
+    Memory,
+    advance,
+    at_start,
+    make_shell,
+    state_dtype,
+    whole_number,
+)
 from nestling.memories.linear import Gates, LinearConfig
-from nestling.memories.parts import make_shell, whole_number
 from nestling.norm import unit
-from nestling.scan.self_modifying.segment import _decays as decays
+from nestling.scan.delta.chunk import products
 from nestling.tree import state_start
 
 __all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
@@ -58,30 +65,21 @@ def omega_scan(
     for at in range(0, q.shape[-2], chunk):
         now = slice(at, at + chunk)
         keys, values, eta = k[..., now, :, :], v[..., now, :, :], rate[..., now, :]
-        decay = decays(retain[..., now].log())
+        decay, g = products(retain[..., now]), retain[..., now].cumprod(-1)  # g_t / g_s, g_t
+        past = pad(decay[..., :-1, :], (0, 0, 1, 0))  # g_{t-1} / g_s, zero from token t on
         keys, values = keys.flatten(-3, -2), values.flatten(-3, -2)  # [..., C c, d]
         eta = eta.flatten(-2, -1).unsqueeze(-1)
-        ratio = decay.ratio.repeat_interleave(window, -1)  # [..., C, C c]: zero from token t on
-        before = decay.before.repeat_interleave(window, -1).unsqueeze(-1)
+        ratio = past.repeat_interleave(window, -1)  # [..., C, C c]
+        before = pad(g[..., :-1], (1, 0), value=1.0).repeat_interleave(window, -1).unsqueeze(-1)
         system = eta * ratio.repeat_interleave(window, -2) * (keys @ keys.mT)
         right = eta * (values - before * (keys @ weight.mT))
         w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        reads.append(_read(weight, keys, w, q[..., now, :], retain[..., now], window))
-        tail = decay.tail.repeat_interleave(window, -1).unsqueeze(-1)
-        weight = decay.whole[..., None, None] * weight + (tail * w).mT @ keys
+        asked, after = q[..., now, :], decay.repeat_interleave(window, -1)  # [..., C, C c]
+        seen = (after * (asked @ keys.mT)) @ w
+        reads.append(g.unsqueeze(-1) * (asked @ weight.mT) + seen)
+        tail = after[..., -1, :].unsqueeze(-1)
+        weight = g[..., -1, None, None] * weight + (tail * w).mT @ keys
     return torch.cat(reads, -2), weight
-
-
-def _read(
-    weight: Tensor, keys: Tensor, w: Tensor, q: Tensor, retain: Tensor, window: int
-) -> Tensor:
-    """`M_t q_t` with the state after each token."""
-    g = retain.log().cumsum(-1)
-    size = g.shape[-1]
-    upper = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-    gap = (g.unsqueeze(-1) - g.unsqueeze(-2)).masked_fill(upper, -torch.inf)
-    ratio = gap.exp().repeat_interleave(window, -1)
-    return g.exp().unsqueeze(-1) * (q @ weight.mT) + (ratio * (q @ keys.mT)) @ w
 
 
 class Omega(Memory):
@@ -112,7 +110,7 @@ class Omega(Memory):
         heads, size = weight.shape[:2]
         pairs = weight.new_zeros(batch_size, heads, self.config.window - 1, size)
         return OmegaState(
-            torch.zeros(batch_size, dtype=torch.int64, device=device),
+            at_start(batch_size, device),
             self.shell.init(batch_size, device, dtype),
             state_start(weight, batch_size),
             pairs,
@@ -131,13 +129,18 @@ class Omega(Memory):
         keys = torch.cat([state.keys, unit(k)], 2)
         values = torch.cat([state.values, v], 2)
         rates = torch.cat([state.rates, rate], 2)
-        eta = rates.unfold(2, window, 1) / window  # [B, H, T, c]
+
+        def windows(part: Tensor) -> Tensor:
+            """The last c of them for every token: [B, H, T + c - 1, ...] -> [B, H, T, c, ...]."""
+            return torch.stack([part[:, :, i : i + tokens] for i in range(window)], 3)
+
+        eta = windows(rates) / window
         if valid is not None:
             eta = eta * valid[:, None, :, None]
         y, weight = omega_scan(
             state.weight,
-            keys.unfold(2, window, 1).mT,
-            values.unfold(2, window, 1).mT,
+            windows(keys),
+            windows(values),
             unit(q),
             eta,
             retain,

@@ -1,26 +1,213 @@
-"""Titans: a deep memory with momentum and retention, and static projections."""
+"""Titans: a two-layer memory with momentum and retention, and static projections (Eq. 76-78).
+
+It is the first stage of the self-modifying memory: `k, v, q, eta, alpha` are linear in the tokens,
+and the memory learns `k -> v` by gradient descent on the L2 objective, with momentum.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
+import torch
+from torch import Tensor, nn
+
+from nestling.memories.core import (
+    Memory,
+    Opened,
+    advance,
+    at_start,
+    check_sizes,
+    make_shell,
+    whole_number,
+)
+from nestling.memories.self_modifying import (
+    Rates,
+    Retention,
+    SelfModifyingState,
+    fold,
+    for_all,
+    largest_row,
+    momentum_gate,
+    start_gates,
+    start_memories,
+    start_weights,
+    unfold,
+    where_heads,
+)
+from nestling.norm import unit
+from nestling.objectives import l2
+from nestling.scan.deep import MLPState, scan_mlp
+from nestling.scan.self_modifying import Inputs, SelfRule, Weights, scan_self_modifying
+from nestling.scan.self_modifying.segment import recall
 
 __all__ = ["Titans", "TitansConfig"]
 
-Titans = SelfModifying
-"""Titans is the first stage of the self-modifying memory (Eq. 76-78): one class serves both."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class TitansConfig(SelfModifyingConfig):
-    """Static k, v, rate and retention; a 2-layer memory learns `k -> v` by gradient descent on the
-    L2 objective with momentum and retention (`erase=True` makes it delta gradient descent)."""
+class TitansConfig:
+    """A Titans memory.
 
-    adaptive: tuple[str, ...] = ()
-    own_values: bool = False
-    objective: str = "l2"
-    erase: bool = False
-    residual: bool = False
-    momentum: bool = True
+    expansion: the hidden width in head widths.
+    chunk: tokens between two moments at which errors are taken (Eq. 90).
+    momentum: a gate theta carries writes on (deviation 18).
+    rates, retention: as for self-modifying memories.
+    clip: bound on the error signal of every layer (deviation 8).
+    conv, conv_each: taps of the causal convolution, and whether each projection has its own.
+    gate: the input gates the reads.
+    recompute: keep less for the backward pass and compute it again there.
+    """
+
+    width: int
+    heads: int
     expansion: int = 1
+    chunk: int = 64
+    momentum: bool = True
+    rates: Rates = field(default_factory=Rates)
+    retention: Retention = field(default_factory=Retention)
+    clip: float = 1.0
+    conv: int = 4
+    conv_each: bool = False
+    gate: bool = True
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self.width, self.heads, self.conv)
+        whole_number("expansion", self.expansion)
+        whole_number("chunk", self.chunk)
+        _ = self.rule  # (making the rule checks the rest)
+
+    @property
+    def rule(self) -> SelfRule:
+        """The rule by which the memory learns: stage 1 (Eq. 76-78)."""
+        return SelfRule(
+            adaptive=(),
+            objective=l2,
+            own_values=False,
+            erase=False,
+            rate_max=self.rates.most,
+            retain_max=self.retention.most,
+            tied=self.retention.tied,
+            clip=self.clip,
+            chunk=self.chunk,
+            chunk_others=self.chunk,
+        )
+
+
+class Titans(Memory):
+    """A two-layer memory per head that learns by gradient descent with momentum (Eq. 76-78)."""
+
+    def __init__(self, config: TitansConfig) -> None:
+        super().__init__()
+        self.config, self.rule, self.width = config, config.rule, config.width
+        size = config.width // config.heads
+        hidden = config.expansion * size
+        self.shell = make_shell(config, 4)  # x for the gates, k, v, q
+        self.readout = nn.Parameter(torch.empty(config.heads, 2, size))
+        self.bias = nn.Parameter(torch.empty(config.heads, 2))
+        self.first = nn.Parameter(torch.empty(config.heads, 1, hidden, size))
+        self.second = nn.Parameter(torch.empty(config.heads, 1, size, hidden))
+        self.theta = nn.Linear(config.width, config.heads) if config.momentum else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A random initial memory that keeps lengths; gates as configured."""
+        with torch.no_grad():
+            start_gates(self.readout, self.bias, self.theta, self.config)
+            start_memories(self.first, self.second)
+
+    def init(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> SelfModifyingState:
+        """The trained initial memory for every sequence, position 0."""
+        device = self.first.device if device is None else torch.device(device)
+        dtype = self.first.dtype if dtype is None else dtype
+        weights, start = start_weights(
+            self.first, self.second, self.config.momentum, batch_size, device, dtype
+        )
+        tail = self.shell.init(batch_size, device, dtype)
+        return SelfModifyingState(at_start(batch_size, device), tail, weights, start)
+
+    def run(
+        self, x: Tensor, state: SelfModifyingState, valid: Tensor | None, position: int | None
+    ) -> tuple[Tensor, SelfModifyingState]:
+        """Convolve, project, scan, and project back; see `Memory.run`."""
+        batch = x.shape[0]
+        opened = self.shell.open(x, state.tail, valid)
+        inputs = self._inputs(opened, valid)
+        weights, start = fold(state.weights), fold(state.start)
+        if position is None or valid is not None:
+            where = where_heads(state.position, position, self.config.heads)
+            y, weights, start = scan_self_modifying(self.rule, inputs, weights, start, where)
+        else:
+            y, weights, start = self._scan(inputs, weights, start, position)
+        y = self.shell.close(y.unflatten(0, (batch, -1)), opened.gate)
+        after = advance(state.position, x, valid)
+        ends = (unfold(part, batch) for part in (weights, start))
+        return y, SelfModifyingState(after, opened.tail, *ends)
+
+    def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
+        """What the memory says to each token now (Eq. 78)."""
+        opened = self.shell.ask(x, state.tail)
+        y = recall(fold(state.weights), None, unit(opened.parts[3]).flatten(0, 1))
+        return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
+
+    def bound(self) -> Tensor:
+        """The largest norm any row of the weights can ever have, [2]; see `largest_row`."""
+        rows = [w.detach().norm(dim=-1).max() for w in (self.first, self.second)]
+        return torch.stack(rows).clamp_min(largest_row(self.rule, self.config.momentum, False))
+
+    def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
+        """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
+        batch = opened.x.shape[0]
+        x, *rest = (part.flatten(0, 1) for part in opened.parts)
+        k, v, q = (unit(part) for part in rest)
+        theta = None if self.theta is None else momentum_gate(self.theta, opened.x, x.dtype)
+        if valid is not None:
+            valid = valid.repeat_interleave(self.config.heads, 0)
+        readout, bias = for_all(self.readout, batch, x), for_all(self.bias, batch, x)
+        return Inputs(x, readout, bias, k, v, q, theta=theta, valid=valid)
+
+    def _scan(
+        self, inputs: Inputs, weights: Weights, start: Weights, position: int
+    ) -> tuple[Tensor, Weights, Weights]:
+        """Nothing that goes in depends on the memory, so the two-layer scan takes it."""
+        k, v, q = inputs.k, inputs.v, inputs.q
+        if k is None or v is None:
+            raise AssertionError("unreachable: Titans has static projections")
+        raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1)  # [b, T, 2]
+        gates = self.rule.gates(raw)
+        inside = position % self.config.chunk != 0
+        moved = (None, None) if weights.moved is None else weights.moved
+        state = MLPState(
+            _one(weights.second),
+            _one(weights.first),
+            _one(start.second) if inside else None,
+            _one(start.first) if inside else None,
+            _one(moved[1]),
+            _one(moved[0]),
+            position,
+        )
+        y, end = scan_mlp(
+            state, k, v, gates.rate, gates.log_retain.exp(), q,
+            objective=l2, rule="gd", read="before", chunk=self.config.chunk, clip=self.config.clip,
+            momentum=inputs.theta, recompute=self.config.recompute, check=False,
+        )  # fmt: skip
+        if y is None:
+            raise AssertionError("unreachable: queries were given")
+        now = Weights(end.w2.unsqueeze(1), end.w1.unsqueeze(1))
+        begun = now
+        if end.start1 is not None and end.start2 is not None:
+            begun = Weights(end.start2.unsqueeze(1), end.start1.unsqueeze(1))
+        if end.velocity1 is not None and end.velocity2 is not None:
+            now = now._replace(moved=(end.velocity2.unsqueeze(1), end.velocity1.unsqueeze(1)))
+        return y, now, begun
+
+
+def _one(part: Tensor | None) -> Any:
+    """The one memory of a stack: [b, 1, ...] -> [b, ...]."""
+    return None if part is None else part[:, 0]

@@ -12,6 +12,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from nestling.continuum.engine import TRANSFERS
+from nestling.continuum.state import MemoryLevel
 from nestling.levels import Level
 from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 
@@ -30,6 +32,10 @@ except ImportError as error:
     raise ImportError("this model needs nestling: pip install 'nestling[lm]'") from error
 """
 
+LEARNING = ("frozen", "first_order", "second_order")
+"""How the initial states of learning levels are trained."""
+
+_ENTRY = {"name", "chunk", "rate", "retain", "early"}
 _LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
 
 
@@ -44,8 +50,21 @@ class NestlingConfig(PreTrainedConfig):
     channel: the channel memory, one name or one per layer: "cms" (continuum memory), "swiglu"
         (Transformer++) or "in_context" (AdaTransformer).
     levels: the continuum memory's levels, fastest first: `[{"name": "fast", "chunk": 512}, ...]`;
-        chunk None never changes.
-    topology: "chain" (Eq. 70) or "parallel" (Eq. 74).
+        chunk None never changes. A level with a `rate` above 0 learns while the model reads, one
+        step of gradient descent every `chunk` tokens (Eq. 71), and with `retain` below 1 drifts
+        back to where it began; without a rate it is frozen within a sequence. `early` gives it
+        smaller chunks at first: `[[64, 8], [256, 32]]` is 8 up to token 64, then 32 up to 256.
+    learning: how the learning levels' initial states are trained (Eq. 73): "first_order" (by the
+        gradient at the adapted weights, nearly as cheap as plain training), "second_order" (by the
+        true gradient, through every update) or "frozen" (not at all).
+    learn_rates: the rates are trained too, from the given ones on.
+    truncate: in first-order training the memories' states are constants at the start of every
+        segment (the tokens between two updates), which lets one backward pass per segment do all;
+        False keeps the exact gradient across segments, at about twice the cost.
+    transfer: None (sequential, Eq. 73), or how a slower level learns the initial state of the next
+        faster one, which returns to it whenever the slower one is due (nested, Eq. 72): "frozen",
+        "first_order", "reptile" or "second_order".
+    topology: "chain" (Eq. 70) or "parallel" (independent levels, Eq. 74).
     activation: of the levels' MLPs: "gelu", "relu", "relu2", "silu", or "swiglu" for gated ones.
     intermediate_size: hidden width of each MLP (of each level); None: what keeps a layer's channel
         near the usual 8 hidden_size^2 parameters.
@@ -53,7 +72,7 @@ class NestlingConfig(PreTrainedConfig):
     """
 
     model_type = "nestling"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds it to a list)
+    keys_to_ignore_at_inference = ["past_key_values", "updates"]  # noqa: RUF012 (Trainer adds to it)
 
     vocab_size: int = 259
     hidden_size: int = 128
@@ -64,6 +83,10 @@ class NestlingConfig(PreTrainedConfig):
     channel: str | list[str] = "cms"
     intermediate_size: int | None = None
     levels: list[dict] | None = None
+    learning: str = "first_order"
+    learn_rates: bool = False
+    truncate: bool = True
+    transfer: str | None = None
     topology: str = "chain"
     activation: str = "gelu"
     max_position_embeddings: int = 32768
@@ -120,6 +143,49 @@ class NestlingConfig(PreTrainedConfig):
         for layer in range(self.num_hidden_layers):
             self.mixer_spec(layer)
             self.channel_spec(layer)
+        self._check_learning()
+
+    def _check_learning(self) -> None:
+        _one_of("learning", self.learning, LEARNING)
+        if self.transfer is not None:
+            _one_of("transfer", self.transfer, TRANSFERS)
+        levels = self.memory_levels
+        if not any(level.active for level in levels):
+            if self.learn_rates:
+                raise ValueError(
+                    "learn_rates=True trains the rates of learning levels, and no level has a rate:"
+                    " give levels=[{'name': ..., 'chunk': ..., 'rate': 0.1}, ...]"
+                )
+            return
+        if "cms" not in (self._of_layer("channel", n) for n in range(self.num_hidden_layers)):
+            raise ValueError(
+                f"levels learn in the channel 'cms' (a continuum memory); channel is"
+                f" {self.channel!r}, so no level can have a rate"
+            )
+        if self.transfer == "second_order" and self.learning != "second_order":
+            raise ValueError(
+                "transfer='second_order' needs learning='second_order'; got"
+                f" learning={self.learning!r}"
+            )
+
+    @property
+    def learns(self) -> bool:
+        """Whether any level learns while the model reads."""
+        return any(level.active for level in self.memory_levels)
+
+    @property
+    def memory_levels(self) -> tuple[MemoryLevel, ...]:
+        """The levels with their rates, fastest first."""
+        return tuple(
+            MemoryLevel(
+                name=level.name,
+                chunk=level.chunk,
+                rate=float(entry.get("rate", 0.0)),
+                retain=float(entry.get("retain", 1.0)) if entry.get("rate") else 1.0,
+                early=level.early,
+            )
+            for level, entry in zip(self.level_list, self.levels or [], strict=True)
+        )
 
     def mixer_spec(self, layer: int) -> MixerSpec:
         """What the mixer of one layer is made of."""
@@ -158,13 +224,18 @@ class NestlingConfig(PreTrainedConfig):
         if not self.levels:
             raise ValueError("levels must name at least one level; got none")
         for entry in self.levels:
-            if not isinstance(entry, dict) or set(entry) != {"name", "chunk"}:
+            known = isinstance(entry, dict) and {"name", "chunk"} <= set(entry) <= _ENTRY
+            if not known:
                 raise ValueError(
-                    "each of levels has a name and a chunk, as in {'name': 'fast', 'chunk': 512};"
-                    f" got {entry!r}"
+                    "each of levels has a name and a chunk, as in {'name': 'fast', 'chunk': 512},"
+                    f" and if it learns a rate (and retain); got {entry!r}"
                 )
         return tuple(
-            Level(name=e["name"], chunk=math.inf if e["chunk"] is None else e["chunk"])
+            Level(
+                name=e["name"],
+                chunk=math.inf if e["chunk"] is None else e["chunk"],
+                early=tuple(tuple(pair) for pair in e.get("early", ())),
+            )
             for e in self.levels
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -17,9 +18,12 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from nestling.continuum import Block, BlockState
+from nestling.continuum.layers import LevelRates
+from nestling.levels import LevelUpdate
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
 from nestling.models.configuration import NestlingConfig
+from nestling.models.learning import Request, learn_tokens, outer_targets
 from nestling.models.packing import as_documents, as_rows, documents
 from nestling.models.streaming import StreamOutput, stream
 from nestling.norm import RMSNorm
@@ -173,8 +177,10 @@ class NestlingModel(NestlingPreTrainedModel):
                 )
             x, mask = as_documents(x, layout), layout.mask
         after = []
+        hooks = kwargs.get("hooks", True)  # without: the engine's segments, nobody else's business
         for number, layer in enumerate(self.layers):
-            x, state = layer(x, None if states is None else states[number], mask)
+            read = layer if hooks else layer.forward
+            x, state = read(x, None if states is None else states[number], mask)
             after.append(state)
         if layout is not None:
             x, after = as_rows(x, layout), list(state_select(tuple(after), layout.last))
@@ -214,6 +220,13 @@ class NestlingModel(NestlingPreTrainedModel):
         return cache
 
 
+@dataclass
+class NestlingOutput(CausalLMOutputWithPast):
+    """What a model whose levels learn gives: also what they did, in the order it happened."""
+
+    updates: tuple[LevelUpdate, ...] | None = None
+
+
 class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     """A language model whose memories learn while it reads."""
 
@@ -224,7 +237,14 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = NestlingModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        rates = [level.rate for level in config.memory_levels]
+        self.rates = LevelRates(rates) if config.learn_rates else None
         self.post_init()
+
+    @property
+    def learns(self) -> bool:
+        """Whether the levels of this model learn while it reads (`config.levels` have rates)."""
+        return self.config.learns
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -245,12 +265,34 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        learn: bool | Sequence[str] = True,
+        measure: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits [B, T, V]; with `labels` (-100 = ignore) also the mean loss.
 
         `position_ids` are needed for packed rows only: every state knows its position.
+
+        learn: in a model whose levels learn, False only reads, with what was learned so far; names
+            of levels let only these learn. measure: the norms in the output's `updates`.
         """
+        learned = getattr(past_key_values, "learned", None) is not None
+        learn = learn if isinstance(learn, bool) else tuple(learn) or False
+        if learned or (learn is not False and self.learns):
+            if input_ids is None:
+                raise ValueError("levels learn from tokens: give input_ids, or learn=False")
+            return self._learning(
+                input_ids,
+                attention_mask,
+                position_ids,
+                past_key_values,
+                labels,
+                use_cache,
+                logits_to_keep,
+                learn,
+                measure,
+                kwargs,
+            )
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -264,7 +306,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
         loss = None
-        if labels is not None:
+        if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -272,6 +314,57 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    def _learning(
+        self,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past: MemoryCache | None,
+        labels: Tensor | None,
+        use_cache: bool | None,
+        logits_to_keep: int | Tensor,
+        learn: bool | tuple[str, ...],
+        measure: bool,
+        options: dict[str, Any],
+    ) -> CausalLMOutputWithPast:
+        """`forward` while the levels learn from what is read (Eq. 71)."""
+        self.model._refuse(options, position_ids)
+        if options.get("output_hidden_states"):
+            raise ValueError("levels that learn keep no hidden states; pass learn=False for them")
+        names = [level.name for level in self.config.memory_levels]
+        if wrong := [] if isinstance(learn, bool) else sorted(set(learn) - set(names)):
+            raise ValueError(f"learn: no level {', '.join(wrong)}; there are {', '.join(names)}")
+        if past is None and (use_cache or (use_cache is None and not self.training)):
+            past = MemoryCache(len(self.model.layers)) if self.config.use_cache else None
+        cache = None if past is None else self.model._cache(past, ids.shape[0], True)
+        mask = _token_mask(attention_mask, ids.shape[1])
+        config, shifted = self.config, options.get("shift_labels")
+        targets = outer_targets(ids, labels, shifted, mask)
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        first = grad and config.truncate and config.learning != "second_order"
+        once = first and self.training and targets is not None and learn is not False
+        layout = documents(position_ids, mask, ids.shape[0])
+        given = Request(
+            ids=ids,
+            mask=mask,
+            cache=cache,
+            targets=targets if once else None,
+            items=options.get("num_items_in_batch"),
+            meta=config.learning if grad and not once else None,
+            learn=learn,
+            keep_logits=targets is not None or not _only_last(logits_to_keep),
+            measure=measure,
+        )
+        logits, loss, updates = learn_tokens(self, given, layout)
+        if loss is None and targets is not None:
+            options = {**options, "shift_labels": targets}
+            loss = self.loss_function(logits, labels, config.vocab_size, **options)
+        if given.keep_logits and not isinstance(logits_to_keep, int):
+            logits = logits[:, logits_to_keep]
+        elif given.keep_logits:
+            logits = logits[:, -logits_to_keep:]
+        return NestlingOutput(loss=loss, logits=logits, past_key_values=cache, updates=updates)
 
     def stream(
         self,
@@ -282,6 +375,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     ) -> Iterator[StreamOutput]:
         """Read a stream of tokens of any length in constant memory; see `streaming.stream`."""
         return stream(self, tokens, state, piece=piece)
+
+
+def _only_last(logits_to_keep: int | Tensor) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep == 1
 
 
 def _reset(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ A spec is all a part needs, checked before any weight is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from nestling.continuum.layers import (
@@ -31,8 +31,9 @@ from nestling.memories.linear import (
 )
 from nestling.memories.oja import OjaConfig
 from nestling.memories.omega import Omega, OmegaConfig
+from nestling.memories.options import configure
 from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
-from nestling.memories.titans import TitansConfig
+from nestling.memories.titans import Titans, TitansConfig
 
 __all__ = ["CHANNELS", "MIXERS", "ChannelSpec", "MixerSpec"]
 
@@ -47,7 +48,7 @@ MIXERS: dict[str, Part] = {
     "omega": (OmegaConfig, Omega),
     "retnet": (RetentionConfig, LinearMemory),
     "self_modifying": (SelfModifyingConfig, SelfModifying),
-    "titans": (TitansConfig, SelfModifying),
+    "titans": (TitansConfig, Titans),
 }
 """Mixer memories by name."""
 
@@ -67,15 +68,9 @@ class MixerSpec:
     def config(self) -> Any:
         """The memory's own configuration; raises ValueError for what it does not allow."""
         kind = MIXERS[self.name][0]
-        known = {f.name for f in fields(kind)} - {"width", "heads"}
-        if wrong := sorted(set(self.options) - known):
-            raise ValueError(
-                f"mixer {self.name!r} has no option {', '.join(wrong)}; it has"
-                f" {', '.join(sorted(known))}"
-            )
         try:
-            return kind(width=self.width, heads=self.heads, **self.options)
-        except TypeError as error:
+            return configure(kind, width=self.width, heads=self.heads, **self.options)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"mixer {self.name!r}: {error}") from error
 
     def build(self) -> Memory:

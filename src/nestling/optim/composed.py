@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nestling.optim.shell import Group, RuleOptimizer, settings
+from nestling.optim.shell import Group, RuleOptimizer, check_decays
 from nestling.rules import Rule, chain
 
 __all__ = ["Composed", "compose"]
@@ -20,6 +20,7 @@ class Composed(RuleOptimizer):
         rule: Rule,
         lr: float = 1e-3,
         *,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -29,9 +30,27 @@ class Composed(RuleOptimizer):
         if not isinstance(rule, Rule):
             raise TypeError(f"rule must be a nestling.rules.Rule, got {type(rule).__name__}")
         self._rule = rule
-        super().__init__(params, settings(locals(), "rule"))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
-    def rule(self, group: Group, vector: bool) -> Rule:
+    def check(self, group: Group) -> None:
+        """Refuse settings that make no sense."""
+        super().check(group)
+        check_decays("momentum", (group["momentum"],))
+
+    def follow(self, group: Group) -> float:
+        """Momentum over the rule's directions."""
+        return group["momentum"]
+
+    def rule(self, group: Group, kind: Any) -> Rule:
         """The composed rule. Vectors reach it as matrices of one row."""
         return self._rule
 
@@ -42,8 +61,9 @@ class Composed(RuleOptimizer):
 def compose(params: Iterable[Any], *rules: Rule, **options: Any) -> Composed:
     """An optimizer that passes gradients through the rules from left to right.
 
-    `options` are `lr`, `weight_decay` (decoupled), `maximize`, `foreach`, `master_weights`. AdamW
-    is `compose(params, adam(), lr=1e-3, weight_decay=0.01)`. Without rules it is gradient descent.
+    `options` are `lr`, `momentum` (over the rules' directions), `weight_decay` (decoupled),
+    `maximize`, `foreach`, `master_weights`, `compile`. AdamW is
+    `compose(params, adam(), lr=1e-3, weight_decay=0.01)`. Without rules it is gradient descent.
     """
     for rule in rules:
         if not isinstance(rule, Rule):

@@ -11,7 +11,7 @@ from torch import Tensor
 from nestling.optim.batch import Item
 from nestling.optim.inputs import Capture
 from nestling.optim.sharded import is_sharded
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, require, settings
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, require
 from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.dgd import dgd_factors
@@ -31,6 +31,7 @@ class DGD(RuleOptimizer):
     `erase=1` is the paper's rule (Eq. 57): it also pulls every output towards zero, so it does not
     converge to a minimum of the loss (on a squared error, to half the target). The default 0 takes
     the present output, moved against its gradient, as the target: the minima are the loss's own.
+    `momentum` accumulates the exact steps, as SGD's does its gradients.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DGD(RuleOptimizer):
         lr: float = 0.1,
         *,
         inputs: Capture,
+        momentum: float = 0.0,
         mean: bool = True,
         erase: float = 0.0,
         weight_decay: float = 0.0,
@@ -50,12 +52,24 @@ class DGD(RuleOptimizer):
         if not isinstance(inputs, Capture):
             raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
         self.inputs = inputs
-        super().__init__(params, settings(locals(), "inputs"))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "mean": mean,
+            "erase": erase,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
         super().check(group)
         require("erase", group["erase"], 0.0 <= group["erase"] <= 1.0, "in [0, 1]")
+        check_decays("momentum", (group["momentum"],))
         self.inputs.keep_reads |= group["erase"] > 0.0
         for parameter in group["params"]:
             if is_sharded(parameter):
@@ -64,7 +78,11 @@ class DGD(RuleOptimizer):
                     " inputs, but the step needs those of all. Use it without FSDP"
                 )
 
-    def rule(self, group: Group, vector: bool) -> Rule:
+    def follow(self, group: Group) -> float:
+        """Momentum over the exact steps."""
+        return group["momentum"]
+
+    def rule(self, group: Group, kind: Any) -> Rule:
         """DGD where the pairs are known, gradient descent elsewhere."""
         exact = dgd(mean=group["mean"], erase=group["erase"])
 
@@ -88,6 +106,7 @@ class DGD(RuleOptimizer):
     def take_directly(self, group: Group, parameter: Tensor, gates: Gates) -> bool:
         """The step of a captured weight as one product, added to the weight where it lies."""
         plain = parameter.dtype in (torch.float32, torch.float64) and not group["compile"]
+        plain = plain and not group["momentum"]
         if not (plain and group["lr"] and self.inputs.covers(parameter)):
             return False
         x, u = self.inputs.pairs(parameter)
@@ -140,7 +159,18 @@ class DeltaMomentum(RuleOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(params, settings(locals()))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "rate": rate,
+            "literal": literal,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -148,11 +178,11 @@ class DeltaMomentum(RuleOptimizer):
         check_decays("momentum", (group["momentum"],))
         require("rate", group["rate"], group["rate"] > 0, "positive")
 
-    def rule(self, group: Group, vector: bool) -> Rule:
+    def rule(self, group: Group, kind: bool) -> Rule:
         """Delta momentum for matrices, its element-wise form for vectors."""
         if group["literal"]:
             return delta_momentum_literal(decay=group["momentum"])
-        return delta_momentum(decay=group["momentum"], rate=group["rate"], elementwise=vector)
+        return delta_momentum(decay=group["momentum"], rate=group["rate"], elementwise=kind)
 
 
 class DeepMomentum(RuleOptimizer):
@@ -177,7 +207,19 @@ class DeepMomentum(RuleOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(params, settings(locals()))
+        defaults = {
+            "lr": lr,
+            "hidden": hidden,
+            "momentum": momentum,
+            "rate": rate,
+            "gain": gain,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -188,7 +230,7 @@ class DeepMomentum(RuleOptimizer):
         hidden = group["hidden"]
         require("hidden", hidden, isinstance(hidden, int) and hidden >= 1, "an int of at least 1")
 
-    def rule(self, group: Group, vector: bool) -> Rule:
+    def rule(self, group: Group, kind: Any) -> Rule:
         """Deep momentum on the rows; a vector is one row."""
         return deep_momentum(
             hidden=group["hidden"],

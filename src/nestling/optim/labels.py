@@ -1,27 +1,34 @@
 """Which parameters are orthogonalised (M3, Muon, AdaMuon) and which take AdamW.
 
 Orthogonalising makes sense for the hidden matrices of a network. Embeddings and output heads are
-tables of vectors, gains and biases are vectors: they take AdamW. An optimizer sees only tensors,
-so:
+tables of vectors, gains and biases are vectors: they take AdamW. How they are told apart:
 
-- `param_groups(model)` labels by module: embeddings by type, the head by name or position;
-- plain `model.parameters()` are labelled by shape (`is_hidden_matrix`), which finds vectors and
-  large
-  vocabularies, but cannot tell a small embedding from a hidden matrix;
+- `param_groups(model)` knows the model: embeddings by type, what is tied to them, the head by name
+  or position. Give this to the optimizer wherever the model is at hand;
+- `model.named_parameters()`: by name (`embed`, `wte`, `lm_head`, ...) and shape;
+- plain `model.parameters()`: a tensor does not say what it is for, and a small vocabulary looks
+  like any other matrix. The first and the last matrix, where embeddings and heads stand, the tables
+  that follow the first, and long tables anywhere take AdamW: rather a hidden matrix too few;
 - a group with `orthogonal=True` or `False` is taken at its word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LONGEST", "is_hidden_matrix", "param_groups"]
+__all__ = ["LONGEST", "is_hidden_matrix", "label", "param_groups"]
 
 LONGEST = 16
 """A matrix more than this many times longer than wide counts as a table (embedding, head)."""
+
+TABLE = re.compile(
+    r"embed|(^|[._])(wte|wpe|tok|token|vocab|lm_head|head|heads|classifier|score)([._]|$)"
+)
+"""Names of embeddings and output heads."""
 
 
 def is_hidden_matrix(parameter: Tensor) -> bool:
@@ -32,6 +39,31 @@ def is_hidden_matrix(parameter: Tensor) -> bool:
     columns = parameter.numel() // rows
     short, long = sorted((rows, columns))
     return short > 1 and long <= LONGEST * short
+
+
+def label(parameters: Sequence[Tensor], names: Sequence[str] | None = None) -> list[bool]:
+    """For each parameter of a model, in its order: is it a hidden matrix?
+
+    By name where there are names, otherwise by place (see the module's docstring). In a list
+    without any vector somebody has chosen matrices: the first and the last of them are hidden if
+    another one reads what they put out, and one alone is judged by its shape.
+    """
+    hidden = [is_hidden_matrix(parameter) for parameter in parameters]
+    if names is not None:
+        return [yes and not TABLE.search(name) for yes, name in zip(hidden, names, strict=True)]
+    places = [place for place, parameter in enumerate(parameters) if parameter.ndim >= 2]
+    if len(parameters) == 1 or not places:
+        return hidden
+    inputs = {parameters[place].shape[1:].numel() for place in places}  # what a layer takes in
+    read = [parameters[place].shape[0] in inputs for place in places]
+    whole = len(places) < len(parameters)
+    for order, place in enumerate(places):
+        if read[order] and (order or not whole):
+            break
+        hidden[place] = False  # the first, and tables after it that no layer reads from
+    if whole or not read[-1]:
+        hidden[places[-1]] = False
+    return hidden
 
 
 def param_groups(model: nn.Module, *, heads: Iterable[str] | None = None) -> list[dict[str, Any]]:

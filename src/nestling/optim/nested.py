@@ -22,7 +22,7 @@ from nestling.optim.shell import RuleOptimizer
 __all__ = ["NestedOptimizer"]
 
 Factory = Callable[[list[Any]], Optimizer]
-Part = tuple[Level, Iterable[Any], Factory]
+LevelPart = tuple[Level, Iterable[Any], Factory]
 KEPT = ("nested.sum", "nested.count")
 
 
@@ -40,7 +40,7 @@ class NestedOptimizer(Optimizer):
     work as usual.
     """
 
-    def __init__(self, parts: Sequence[Part], *, reduce: str = "mean") -> None:
+    def __init__(self, parts: Sequence[LevelPart], *, reduce: str = "mean") -> None:
         if reduce not in ("mean", "sum"):
             raise ValueError(f"reduce must be 'mean' or 'sum', got {reduce!r}")
         self._reduce = reduce
@@ -64,6 +64,9 @@ class NestedOptimizer(Optimizer):
             for group in optimizer.param_groups:
                 group.update(level=level.name, position=0)
         self._join()
+        for name in ("momentum", "betas"):  # what schedulers look for before they cycle it
+            if all(name in group for group in self.param_groups):
+                self.defaults[name] = self.param_groups[0][name]
 
     @property
     def position(self) -> int:
@@ -86,7 +89,7 @@ class NestedOptimizer(Optimizer):
                     optimizer.create_state()
         for level, optimizer in zip(self.levels, self.optimizers, strict=True):
             if level.chunk == 1:
-                optimizer.step()
+                _step(optimizer)
                 continue
             for parameter in _parameters(optimizer):
                 self._collect(parameter)
@@ -109,16 +112,18 @@ class NestedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The levels' states and what they have collected ("nested.sum", "nested.count")."""
-        packed = super().state_dict()
-        indices = [i for group in packed["param_groups"] for i in group["params"]]
-        for index, parameter in zip(indices, _parameters(self), strict=True):
-            if parameter in self._kept:
-                entry = packed["state"].get(index, {})
-                packed["state"][index] = {**entry, **self._kept[parameter]}
-        return packed
+        handle = self.register_state_dict_post_hook(_add_kept, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken, also in the middle of a chunk."""
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -132,6 +137,16 @@ class NestedOptimizer(Optimizer):
             begin += len(own)
             self._load(optimizer, own, state_dict["state"])
         self._join()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("levels", "optimizers", "_reduce", "_kept")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join()
 
     def _load(self, optimizer: Optimizer, groups: list[Any], states: dict[Any, Any]) -> None:
         indices = [i for group in groups for i in group["params"]]
@@ -140,9 +155,12 @@ class NestedOptimizer(Optimizer):
         plain = {i: entry for i, entry in plain.items() if entry}
         optimizer.load_state_dict({"state": plain, "param_groups": groups})
         for index, parameter in zip(indices, _parameters(optimizer), strict=True):
-            kept = {k: entries[index][k].clone() for k in KEPT if k in entries.get(index, {})}
-            if kept:
-                self._kept[parameter] = kept
+            found = entries.get(index, {})
+            if "nested.sum" in found:
+                exact = torch.promote_types(parameter.dtype, torch.float32)
+                total = found["nested.sum"].to(parameter.device, exact, copy=True)
+                count = found["nested.count"].to("cpu", copy=True)
+                self._kept[parameter] = dict(zip(KEPT, (total, count), strict=True))
 
     def _join(self) -> None:
         """One list of groups and one state: schedulers and checkpoints see one optimizer."""
@@ -168,11 +186,34 @@ class NestedOptimizer(Optimizer):
         for parameter in own:
             total, count = (self._kept[parameter][key] for key in KEPT)
             parameter.grad = (total * factor).to(parameter.dtype) if count else None
-        optimizer.step()
+        _step(optimizer)
         for parameter, grad in own.items():
             parameter.grad = grad
             for key in KEPT:
                 self._kept[parameter][key].zero_()
+
+
+def _add_kept(optimizer: Optimizer, packed: dict[str, Any]) -> None:
+    """Add what the levels have collected to a state that is being saved."""
+    assert isinstance(optimizer, NestedOptimizer)
+    indices = [i for group in packed["param_groups"] for i in group["params"]]
+    for index, parameter in zip(indices, _parameters(optimizer), strict=True):
+        if parameter in optimizer._kept:
+            entry = packed["state"].get(index, {})
+            packed["state"][index] = {**entry, **optimizer._kept[parameter]}
+
+
+def _step(optimizer: Optimizer) -> None:
+    """A level's step with the hooks of its own optimizer.
+
+    Hooks that are registered for all optimizers see one step, that of the `NestedOptimizer`.
+    """
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        before(optimizer, (optimizer,), {})
+    plain = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+    plain(optimizer)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, (optimizer,), {})
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -1,17 +1,20 @@
 """M3, Muon and AdaMuon: hidden matrices are orthogonalised, everything else takes AdamW.
 
-A group without `orthogonal` is divided in two when it is added (see `labels`): one with
-`orthogonal=True`, one with `orthogonal=False` whose `lr` is `adam_lr`. Every group then has one
-rate of its own, and learning rate schedulers scale both.
+Which is which, `labels` says; a group without `orthogonal` keeps the answer for each of its
+parameters under "hidden". AdamW's share of such a group steps with `lr` times `adam_scale`, which
+is `adam_lr / lr` as they were given, so that schedulers scale both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from nestling.optim.labels import is_hidden_matrix
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, require, settings
+import torch
+from torch import Tensor
+
+from nestling.optim.labels import label
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, require
 from nestling.rules import Rule, adamuon, multiscale, multiscale_literal, muon
 from nestling.rules.adam import adam
 
@@ -20,26 +23,68 @@ __all__ = ["M3", "AdaMuon", "Muon"]
 Betas = tuple[float, float]
 
 
+class Kind(NamedTuple):
+    """How a parameter is stepped: orthogonalised or by AdamW, and whether it is a vector."""
+
+    hidden: bool
+    vector: bool
+
+
 class OrthogonalOptimizer(RuleOptimizer):
-    """What M3, Muon and AdaMuon share: the division of parameters, and AdamW for the rest."""
+    """The common part of M3, Muon and AdaMuon: who is orthogonalised, and AdamW for the rest."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._together = True  # all first groups are one model's
+        super().__init__(params, defaults)
+        self._together = False
+        self._label([g for g in self.param_groups if g["orthogonal"] is None])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; a group that does not say `orthogonal` is divided by shape."""
+        """Add parameters; those of a group that does not say `orthogonal` are told apart."""
         group = {**self.defaults, **param_group}
-        chosen = group.pop("orthogonal")
-        rate = group["lr"] if group["adam_lr"] is None else group["adam_lr"]
-        if chosen is not None:
-            lr = group["lr"] if chosen else rate
-            super().add_param_group({**group, "orthogonal": bool(chosen), "lr": lr})
-            return
-        params = group["params"]
-        params = [params] if hasattr(params, "shape") else list(params)
-        hidden = [entry for entry in params if is_hidden_matrix(_tensor(entry))]
-        rest = [entry for entry in params if not is_hidden_matrix(_tensor(entry))]
-        if hidden or not rest:
-            super().add_param_group({**group, "params": hidden, "orthogonal": True})
-        if rest:
-            super().add_param_group({**group, "params": rest, "orthogonal": False, "lr": rate})
+        if group["orthogonal"] is not None:
+            group["orthogonal"] = bool(group["orthogonal"])
+            if not group["orthogonal"] and group["adam_lr"] is not None:
+                group["lr"] = group["adam_lr"]
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        group["adam_scale"] = 1.0
+        if group["orthogonal"] is None:
+            if group["adam_lr"] is not None and float(group["lr"]):
+                group["adam_scale"] = float(group["adam_lr"]) / float(group["lr"])
+            if not self._together:
+                self._label([group])
+
+    def _label(self, groups: list[dict[str, Any]]) -> None:
+        """Note for every parameter of the groups whether it is orthogonalised."""
+        parameters = [p for group in groups for p in group["params"]]
+        names = None
+        if groups and all("param_names" in group for group in groups):
+            names = [name for group in groups for name in group["param_names"]]
+        found = iter(label(parameters, names))
+        for group in groups:
+            group["hidden"] = [next(found) for _ in group["params"]]
+
+    def kind(self, group: Group, parameter: Tensor) -> Kind:
+        """Orthogonalised or not, vector or not."""
+        hidden = group["orthogonal"]
+        if hidden is None:
+            places = (i for i, p in enumerate(group["params"]) if p is parameter)
+            hidden = group["hidden"][next(places)]
+        return Kind(hidden, parameter.ndim < 2)
+
+    def _kinds(self, group: Group) -> dict[Any, list[Tensor]]:
+        if group["orthogonal"] is not None:
+            return super()._kinds(group)
+        found: dict[Any, list[Tensor]] = {}
+        for hidden, parameter in zip(group["hidden"], group["params"], strict=True):
+            found.setdefault(Kind(hidden, parameter.ndim < 2), []).append(parameter)
+        return found
+
+    def rate(self, group: Group, kind: Kind) -> float | Tensor:
+        """`lr`, and for AdamW's share of a group `lr * adam_scale`."""
+        same = kind.hidden or group["adam_scale"] == 1.0
+        return group["lr"] if same else group["lr"] * group["adam_scale"]
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -51,10 +96,13 @@ class OrthogonalOptimizer(RuleOptimizer):
         check_decays("adam_betas", group["adam_betas"])
         require("eps", group["eps"], group["eps"] >= 0, "a number of at least 0")
         require("steps", group["steps"], group["steps"] >= 1, "at least 1")
+        chosen = group["precision"]
+        known = (None, torch.bfloat16, torch.float32, torch.float64)
+        require("precision", chosen, chosen in known, "None, bfloat16, float32 or float64")
 
-    def rule(self, group: Group, vector: bool) -> Rule:
+    def rule(self, group: Group, kind: Kind) -> Rule:
         """Newton-Schulz for the matrices, AdamW for the rest."""
-        if group["orthogonal"]:
+        if kind.hidden:
             return self.matrix_rule(group)
         beta1, beta2 = group["adam_betas"]
         return adam(beta1, beta2, eps=group["eps"])
@@ -71,7 +119,8 @@ class M3(OrthogonalOptimizer):
     every `chunk` steps and joins the update with `slow_weight`. Steps have AdamW's size, so a
     learning rate found for AdamW is a good start; scaling all gradients changes nothing.
     `literal=True` is Algorithm 1 as printed: nothing decays, and the step depends on the gradient's
-    scale (deviation 10). See the module about which parameters are orthogonalised.
+    scale (deviation 10). `precision` is that of Newton-Schulz (None: bfloat16 where it is quicker).
+    Give it `param_groups(model)`; `nestling.optim.labels` says what happens to plain parameters.
     """
 
     def __init__(
@@ -86,6 +135,7 @@ class M3(OrthogonalOptimizer):
         weight_decay: float = 0.0,
         steps: int = 5,
         eps: float = 1e-8,
+        precision: torch.dtype | None = None,
         orthogonal: bool | None = None,
         adam_lr: float | None = None,
         adam_betas: Betas = (0.9, 0.95),
@@ -94,7 +144,25 @@ class M3(OrthogonalOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(params, settings(locals()))
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "slow_weight": slow_weight,
+            "chunk": chunk,
+            "literal": literal,
+            "steps": steps,
+            "eps": eps,
+            "precision": precision,
+            "orthogonal": orthogonal,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -117,11 +185,12 @@ class M3(OrthogonalOptimizer):
             chunk=group["chunk"],
             steps=group["steps"],
             eps=group["eps"],
+            precision=group["precision"],
         )
 
 
 class Muon(OrthogonalOptimizer):
-    """Muon (Eq. 42): orthogonalised momentum; equal to `torch.optim.Muon`, but in float32.
+    """Muon (Eq. 42): orthogonalised momentum; equal to `torch.optim.Muon` up to rounding.
 
     `scale` fixes the step's length: "match_rms_adamw" (a rate means what it means for AdamW),
     "original" or "none".
@@ -138,6 +207,7 @@ class Muon(OrthogonalOptimizer):
         weight_decay: float = 0.0,
         steps: int = 5,
         eps: float = 1e-8,
+        precision: torch.dtype | None = None,
         orthogonal: bool | None = None,
         adam_lr: float | None = None,
         adam_betas: Betas = (0.9, 0.95),
@@ -146,7 +216,24 @@ class Muon(OrthogonalOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(params, settings(locals()))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "scale": scale,
+            "steps": steps,
+            "eps": eps,
+            "precision": precision,
+            "orthogonal": orthogonal,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -161,6 +248,7 @@ class Muon(OrthogonalOptimizer):
             nesterov=group["nesterov"],
             steps=group["steps"],
             scale=group["scale"],
+            precision=group["precision"],
         )
 
 
@@ -177,6 +265,7 @@ class AdaMuon(OrthogonalOptimizer):
         weight_decay: float = 0.0,
         steps: int = 5,
         eps: float = 1e-8,
+        precision: torch.dtype | None = None,
         orthogonal: bool | None = None,
         adam_lr: float | None = None,
         adam_betas: Betas = (0.9, 0.95),
@@ -185,7 +274,23 @@ class AdaMuon(OrthogonalOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        super().__init__(params, settings(locals()))
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "nesterov": nesterov,
+            "steps": steps,
+            "eps": eps,
+            "precision": precision,
+            "orthogonal": orthogonal,
+            "adam_lr": adam_lr,
+            "adam_betas": adam_betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "master_weights": master_weights,
+            "compile": compile,
+        }
+        super().__init__(params, defaults)
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
@@ -201,9 +306,5 @@ class AdaMuon(OrthogonalOptimizer):
             nesterov=group["nesterov"],
             steps=group["steps"],
             eps=group["eps"],
+            precision=group["precision"],
         )
-
-
-def _tensor(entry: Any) -> Any:
-    """A parameter, also out of `named_parameters()`."""
-    return entry[1] if isinstance(entry, tuple) else entry

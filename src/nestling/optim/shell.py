@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -20,13 +20,15 @@ from torch import Tensor
 
 from nestling.optim import sharded
 from nestling.optim.batch import Item, Result, Step, flat_step, matrix, run
-from nestling.rules import Gates, Rule
+from nestling.rules import Gates, Rule, accumulate
 from nestling.tree import tree_dict
 
-__all__ = ["Group", "RuleOptimizer", "check_decays", "require", "settings"]
+__all__ = ["Group", "RuleOptimizer", "check_decays", "require"]
 
 Group = Mapping[str, Any]
 UNCOMPILED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
+OWN = ("step", "master", "follow")
+"""State of the shell itself; everything else belongs to the rule."""
 
 
 def require(name: str, value: Any, allowed: bool, what: str) -> None:
@@ -40,14 +42,11 @@ def check_decays(name: str, values: Iterable[float]) -> None:
     require(name, values, all(0.0 <= value < 1.0 for value in values), "in [0, 1)")
 
 
-def settings(arguments: Mapping[str, Any], *without: str) -> dict[str, Any]:
-    """A constructor's `locals()` as the defaults of its groups."""
-    leave = {"self", "params", "__class__", *without}
-    return {name: value for name, value in arguments.items() if name not in leave}
-
-
 class RuleOptimizer(torch.optim.Optimizer, ABC):
-    """The shell. A concrete optimizer says which rule serves a group, and checks its settings.
+    """The shell. A concrete optimizer says which rule serves a kind of parameter in a group.
+
+    Parameters of one group may need different rules: `kind` says which are alike (by default,
+    vectors and the rest), `rule` and `rate` serve a kind.
 
     Common settings: `lr`, `weight_decay` (decoupled), `maximize`, `foreach` (True: batch
     same-shaped parameters; False: loop; None: whichever is faster), `master_weights` (keep a
@@ -59,13 +58,27 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
 
+    def kind(self, group: Group, parameter: Tensor) -> Any:
+        """What tells apart the group's parameters: True for vectors (fewer than two dimensions)."""
+        return parameter.ndim < 2
+
     @abstractmethod
-    def rule(self, group: Group, vector: bool) -> Rule:
-        """The rule for a group's matrices, or for its `vector`s (fewer than two dimensions)."""
+    def rule(self, group: Group, kind: Any) -> Rule:
+        """The rule for the group's parameters of one kind."""
+
+    def rate(self, group: Group, kind: Any) -> float | Tensor:
+        """The learning rate of this step, for the group's parameters of one kind."""
+        return group["lr"]
+
+    def follow(self, group: Group) -> float:
+        """The decay of a momentum over the rule's directions; 0 where the rule sees to it."""
+        return 0.0
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense. Concrete optimizers add their own."""
         lr, decay = group["lr"], group["weight_decay"]
+        single = not isinstance(lr, Tensor) or lr.numel() == 1
+        require("lr", lr, single, "a number, or a tensor of one element")
         require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
         require("weight_decay", decay, decay >= 0, "a number of at least 0")
         require(
@@ -99,19 +112,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for vector in (False, True):
-                self._step_members(group, vector)
+            for kind, members in self._kinds(group).items():
+                self._step_members(group, kind, members)
         return loss
 
     @torch.no_grad()
     def create_state(self) -> None:
         """Create the state of all parameters now instead of at the first step."""
         for group in self.param_groups:
-            for vector in (False, True):
-                rule = self.rule(group, vector)
-                for parameter in group["params"]:
-                    if parameter.requires_grad and (parameter.ndim < 2) == vector:
-                        self._start(parameter, rule, group["master_weights"])
+            for kind, members in self._kinds(group).items():
+                rule = self.rule(group, kind)
+                for parameter in members:
+                    if parameter.requires_grad:
+                        self._start(group, parameter, rule)
 
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
         """What each parameter brings to this step; tensors as the parameter has them."""
@@ -121,27 +134,30 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """True if an optimizer has taken this step in place, without forming its direction."""
         return False
 
-    def _step_members(self, group: Group, vector: bool) -> None:
-        """One step for a group's matrices, or for its vectors."""
-        members = [p for p in group["params"] if (p.ndim < 2) == vector]
-        if not members:
-            return
-        rule = self.rule(group, vector)
-        flat = self._compiled(group, vector) if group["compile"] else flat_step(rule)
+    def _kinds(self, group: Group) -> dict[Any, list[Tensor]]:
+        """The group's parameters by kind."""
+        found: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            found.setdefault(self.kind(group, parameter), []).append(parameter)
+        return found
+
+    def _step_members(self, group: Group, kind: Any, members: Sequence[Tensor]) -> None:
+        """One step for a group's parameters of one kind."""
+        rule = self.rule(group, kind)
+        flat = self._compiled(group, kind) if group["compile"] else flat_step(rule)
         clocks: dict[int, list[Tensor]] = {}
         for parameter in members:
             if parameter.requires_grad or parameter.grad is not None:
-                self._start(parameter, rule, group["master_weights"])
+                self._start(group, parameter, rule)
             if parameter.grad is None:
                 continue
             step = self.state[parameter]["step"]
             step += 1
             clocks.setdefault(int(step), []).append(parameter)
-        rate = group["lr"]
+        rate = self.rate(group, kind)
+        rate = rate.reshape(()) if isinstance(rate, Tensor) else rate
         retain = 1.0 - rate * group["weight_decay"] if group["weight_decay"] else 1.0
         for step, parameters in clocks.items():
-            if parameters[0].is_cpu:
-                _keep_heap()
             gates = Gates(rate, retain, step)
             parameters = [p for p in parameters if not self.take_directly(group, p, gates)]
             items = self.items(group, parameters)
@@ -151,17 +167,21 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
             for result in sharded.run(rule, items, inner):
                 parameter = parameters[result.index]
-                self._take(parameter, result.direction, gates)
+                self._take(parameter, self._followed(group, parameter, result.direction), gates)
                 self._keep(parameter, result)
 
-    def _compiled(self, group: Group, vector: bool) -> Step:
-        """The group's rule through `torch.compile`, once for each set of settings."""
-        key = repr([vector, *(v for k, v in group.items() if k not in UNCOMPILED)])
+    def _compiled(self, group: Group, kind: Any) -> Step:
+        """The group's rule through `torch.compile`, once for each set of settings.
+
+        Rules share code, and with it `torch.compile`'s limit of recompilations; where torch can
+        count them apart (2.13 and newer), it does.
+        """
+        key = repr([kind, *(v for k, v in group.items() if k not in UNCOMPILED)])
         known: dict[str, Step] = self.__dict__.setdefault("_steps", {})
         if key not in known:
-            step: Any = flat_step(self.rule(group, vector))
-            step.__code__ = step.__code__.replace()  # a cache (and its limit) of its own
-            known[key] = torch.compile(step)
+            apart = "isolate_recompiles" in signature(torch.compile).parameters
+            options: dict[str, Any] = {"isolate_recompiles": True} if apart else {}
+            known[key] = torch.compile(flat_step(self.rule(group, kind)), **options)
         return known[key]
 
     def _item(self, group: Group, parameter: Tensor) -> Item:
@@ -175,19 +195,30 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         exact = torch.promote_types(parameter.dtype, torch.float32)
         weight = state.get("master", parameter).to(exact)
         grad = grad.to(exact)
-        leaves = {k: v for k, v in state.items() if k not in ("step", "master")}
+        leaves = {k: v for k, v in state.items() if k not in OWN}
         return Item(weight.detach(), -grad if group["maximize"] else grad, leaves)
 
-    def _start(self, parameter: Tensor, rule: Rule, master: bool) -> None:
+    def _start(self, group: Group, parameter: Tensor, rule: Rule) -> None:
         """Create state before it is needed: all ranks then have the same keys in a checkpoint."""
         state = self.state[parameter]
+        exact = torch.promote_types(parameter.dtype, torch.float32)
+        if "follow" not in state and self.follow(group):
+            state["follow"] = torch.zeros_like(parameter, dtype=exact)
         if "step" in state:
             return
         state["step"] = torch.tensor(0.0)
-        exact = torch.promote_types(parameter.dtype, torch.float32)
-        if master and parameter.dtype != exact:
+        if group["master_weights"] and parameter.dtype != exact:
             state["master"] = parameter.detach().to(exact)
         state.update(sharded.start(rule, parameter.detach(), exact, _initial))
+
+    def _followed(self, group: Group, parameter: Tensor, direction: Tensor) -> Tensor:
+        """The direction after the shell's own momentum, if there is one."""
+        decay = self.follow(group)
+        if not decay:
+            return direction
+        memory = sharded.local(self.state[parameter]["follow"])
+        memory.copy_(accumulate(memory, direction, retain=decay, rate=1.0))
+        return memory
 
     def _take(self, parameter: Tensor, direction: Tensor, gates: Gates) -> None:
         """`weight <- retain * weight - rate * direction`, rounded once to the parameter's dtype."""
@@ -211,22 +242,58 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 state[key] = new
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state keeps the precision it was saved with."""
-        super().load_state_dict(state_dict)
+        """As in torch, but the state keeps the precision it was saved with.
+
+        Settings that the saved groups do not have (they are younger than the state) stay as they
+        are here.
+        """
+        before = [dict(group) for group in self.param_groups]
+        given: list[dict[str, Any]] = []
+
+        def note(optimizer: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> None:
+            given.append(after_hooks)
+
+        def mend(optimizer: torch.optim.Optimizer) -> None:
+            for group, old in zip(self.param_groups, before, strict=True):
+                for name, value in old.items():
+                    group.setdefault(name, value)
+            self._load_exactly(given[0])
+
+        handles = (  # ours come after the user's pre-hooks, and before the user's post-hooks
+            self.register_load_state_dict_pre_hook(note),
+            self.register_load_state_dict_post_hook(mend, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         ours = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, ours, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
                     device = "cpu" if name == "step" else parameter.device
-                    self.state[parameter][name] = value.detach().to(device, copy=True)
+                    own = value.detach().to(device, copy=True)
+                    self.state[parameter][name] = _laid_out(own, parameter)
 
 
 def _initial(rule: Rule, weight: Tensor) -> dict[str, Tensor]:
     """The rule's first state; tensors of the weight's shape in the parameter's own shape."""
     view = weight if rule.elementwise else matrix(weight)
     leaves = tree_dict(rule.init(view))
-    return {k: v.reshape(weight.shape) if v.shape == view.shape else v for k, v in leaves.items()}
+    return {
+        k: _laid_out(v.reshape(weight.shape) if v.shape == view.shape else v, weight)
+        for k, v in leaves.items()
+    }
+
+
+def _laid_out(leaf: Tensor, like: Tensor) -> Tensor:
+    """State in a dense layout; a parameter in one of its own (channels last) may share it."""
+    own = leaf.shape == like.shape and not like.is_contiguous()
+    return leaf if own else leaf.contiguous()
 
 
 def _descend_(weight: Tensor, direction: Tensor, gates: Gates) -> None:
@@ -236,14 +303,3 @@ def _descend_(weight: Tensor, direction: Tensor, gates: Gates) -> None:
         weight.sub_(gates.rate * direction)
     else:
         weight.sub_(direction, alpha=gates.rate)
-
-
-@cache
-def _keep_heap() -> None:
-    """Let glibc serve temporaries of up to 32 MB from its heap instead of fresh pages each time.
-
-    Freeing one large block raises malloc's dynamic threshold (mallopt(3)); without this, page
-    faults make an elementwise step on a few megabytes two to three times slower. Harmless
-    elsewhere.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)

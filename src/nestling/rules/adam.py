@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.momentum import accumulate
 
 __all__ = [
@@ -40,6 +40,7 @@ Direction = Callable[[Moments, Tensor, int], Tensor]
 """How to step, given the moving averages, the gradient and the step's number."""
 
 
+@factory
 def averaged(beta1: float, beta2: float, direction: Direction) -> Rule:
     """A rule that keeps moving averages of the gradient and its square, and steps by them."""
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
@@ -56,6 +57,7 @@ def averaged(beta1: float, beta2: float, direction: Direction) -> Rule:
     return Rule(_init, step, elementwise=True)
 
 
+@factory
 def adam(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
     """Adam (Eq. 105): the mean gradient over the root of its mean square, element by element.
 
@@ -86,6 +88,7 @@ class SecondMoment(NamedTuple):
     second: Tensor
 
 
+@factory
 def second_moment(
     decay: float = 0.999, *, eps: float = 1e-8, centered: bool = False, debias: bool = True
 ) -> Rule:
@@ -112,6 +115,7 @@ def second_moment(
     return Rule(init, step, elementwise=True)
 
 
+@factory
 def adagrad(*, eps: float = 1e-10, start: float = 0.0, rate_decay: float = 0.0) -> Rule:
     """torch.optim.Adagrad: divide by the root of the sum of all squares so far.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling.rules.adam import Moments, adam, adam_direction, affine, averaged, second_moment
-from nestling.rules.core import Gates, Rule, State, Write, chain, identity, stateless
+from nestling.rules.core import Gates, Rule, State, Write, chain, factory, identity, stateless
 from nestling.rules.momentum import MomentumState, accumulate, momentum
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 
+@factory
 def weight_decay(strength: float) -> Rule:
     """Add `strength * weight` to the direction."""
     if strength == 0.0:
@@ -41,6 +42,7 @@ def weight_decay(strength: float) -> Rule:
     return Rule(lambda weight: (), step, elementwise=True)
 
 
+@factory
 def sgd(
     decay: float = 0.0, *, dampening: float = 0.0, nesterov: bool = False, l2: float = 0.0
 ) -> Rule:
@@ -49,6 +51,7 @@ def sgd(
     return chain(weight_decay(l2), follow)
 
 
+@factory
 def adamw(
     beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8, decay: float = 0.01
 ) -> Rule:
@@ -56,6 +59,7 @@ def adamw(
     return chain(adam(beta1, beta2, eps=eps), weight_decay(decay))
 
 
+@factory
 def rmsprop(
     decay: float = 0.99, *, eps: float = 1e-8, centered: bool = False, follow: float = 0.0
 ) -> Rule:
@@ -68,16 +72,19 @@ signsgd = stateless(torch.sign, elementwise=True)
 """Only the sign of the gradient."""
 
 
+@factory
 def signum(decay: float = 0.9) -> Rule:
     """Only the sign of the momentum."""
     return chain(momentum(decay), signsgd)
 
 
+@factory
 def lion(beta1: float = 0.9, beta2: float = 0.99, *, decay: float = 0.0) -> Rule:
     """Lion (Chen et al. 2023): the sign of an average kept with beta2, read with beta1."""
     return chain(two_rates(beta1, beta2), signsgd, weight_decay(decay))
 
 
+@factory
 def two_rates(beta1: float, beta2: float) -> Rule:
     """A moving average kept with beta2 and read with beta1."""
 
@@ -89,6 +96,7 @@ def two_rates(beta1: float, beta2: float) -> Rule:
     return Rule(lambda weight: MomentumState(torch.zeros_like(weight)), step, elementwise=True)
 
 
+@factory
 def amsgrad(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
     """torch.optim.Adam(amsgrad=True): divide by the largest mean square so far."""
     inner = averaged(beta1, beta2, lambda past, grad, step: past.first)
@@ -105,6 +113,7 @@ def amsgrad(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> R
     return Rule(init, step, elementwise=True)
 
 
+@factory
 def nadam(
     beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8, warm: float = 4e-3
 ) -> Rule:
@@ -129,6 +138,7 @@ def _nadam_product(beta1: float, warm: float, step: int) -> float:
     return math.prod(_nadam_decay(beta1, warm, s) for s in range(1, step + 1))
 
 
+@factory
 def radam(beta1: float = 0.9, beta2: float = 0.999, *, eps: float = 1e-8) -> Rule:
     """torch.optim.RAdam: Adam once its second moment can be trusted, momentum before."""
     most = 2.0 / (1.0 - beta2) - 1.0

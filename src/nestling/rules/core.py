@@ -15,7 +15,8 @@ dimensions as the weight. Time is not state: the caller's clock hands over `gate
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ __all__ = [
     "Write",
     "apply",
     "chain",
+    "factory",
     "identity",
     "pairs",
     "stateless",
@@ -72,7 +74,8 @@ class Rule(NamedTuple):
     `elementwise` promises that every entry of the weight is treated alone (all state has the
     weight's shape), so a caller may cut, flatten or join weights: into blocks, into shards.
     `needs_pairs` says that a write must bring the pairs its gradient came from. `plain` promises
-    gradient descent itself: no state, and the gradient comes out as it went in.
+    gradient descent itself: no state, and the gradient comes out as it went in. `recipe` is the
+    call that made the rule (see `factory`): with it a rule can be copied and pickled.
     """
 
     init: Callable[[Tensor], State]
@@ -80,6 +83,29 @@ class Rule(NamedTuple):
     elementwise: bool = False
     needs_pairs: bool = False
     plain: bool = False
+    recipe: tuple[Callable[..., Rule], tuple, dict[str, Any]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.recipe is None:
+            return Rule, tuple(self)
+        return _remake, self.recipe
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def factory(make: Callable[Arguments, Rule]) -> Callable[Arguments, Rule]:
+    """Note in every rule a function makes how it was made: by the function's name and arguments."""
+
+    @wraps(make)
+    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Rule:
+        return make(*args, **kwargs)._replace(recipe=(made, args, kwargs))
+
+    return made
+
+
+def _remake(make: Callable[..., Rule], args: tuple, kwargs: dict[str, Any]) -> Rule:
+    return make(*args, **kwargs)
 
 
 def apply(
@@ -90,6 +116,7 @@ def apply(
     return gates.retain * weight - gates.rate * write.grad, state
 
 
+@factory
 def chain(*rules: Rule) -> Rule:
     """Compose rules from left to right: each transforms the write the one before it left."""
 
@@ -112,6 +139,7 @@ def chain(*rules: Rule) -> Rule:
     )
 
 
+@factory
 def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) -> Rule:
     """A rule that only transforms the gradient, such as `torch.sign` (which is elementwise)."""
 
@@ -121,7 +149,13 @@ def stateless(transform: Callable[[Tensor], Tensor], elementwise: bool = False) 
     return Rule(lambda weight: (), step, elementwise)
 
 
-identity = stateless(lambda grad: grad, elementwise=True)._replace(plain=True)
+def _plain() -> Rule:
+    return identity
+
+
+identity = stateless(lambda grad: grad, elementwise=True)._replace(
+    plain=True, recipe=(_plain, (), {})
+)
 """Plain gradient descent as a rule (Eq. 1)."""
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.size import TINY
 
 __all__ = ["DeepMomentumState", "deep_momentum", "deep_momentum_loss"]
@@ -40,6 +40,7 @@ class DeepMomentumState(NamedTuple):
     outer: Tensor  # A [..., Di, H]
 
 
+@factory
 def deep_momentum(
     *, hidden: int = 16, decay: float = 0.99, rate: float = 0.5, gain: float = 0.9
 ) -> Rule:
@@ -61,7 +62,7 @@ def deep_momentum(
         basis = torch.cos(torch.pi / inputs * order[:, None] * at)  # [H, Di]
         basis = basis / torch.linalg.vector_norm(basis, dim=-1, keepdim=True).clamp(min=TINY)
         inner = basis.to(weight.dtype).expand(*leading, *basis.shape).clone()
-        return DeepMomentumState(inner, inner.mT.clone())
+        return DeepMomentumState(inner, inner.mT.clone(memory_format=torch.contiguous_format))
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         grad = write.grad if write.grad.ndim > 1 else write.grad.reshape(1, -1)  # [..., Do, Di]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.dgd import dgd_direction
 from nestling.rules.size import TINY, rms
 
@@ -38,6 +38,7 @@ class DeltaMomentumState(NamedTuple):
     memory: Tensor
 
 
+@factory
 def delta_momentum_literal(*, decay: float = 0.9, value: Tensor | float = 1.0) -> Rule:
     """Eq. 49 as printed, `m (alpha I - g^T g) + P g` with the rate applied at the step.
 
@@ -54,6 +55,7 @@ def delta_momentum_literal(*, decay: float = 0.9, value: Tensor | float = 1.0) -
     return Rule(_init, step)
 
 
+@factory
 def delta_momentum(
     *,
     decay: float = 0.9,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write, pairs
+from nestling.rules.core import Gates, Rule, State, Write, factory, pairs
 
 __all__ = ["dgd", "dgd_direction", "dgd_factors"]
 
@@ -68,6 +68,7 @@ def dgd_factors(x: Tensor, error: Tensor, strength: Tensor | float) -> tuple[Ten
     return error, _solve(system, x)
 
 
+@factory
 def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
     """Delta gradient descent as a rule (Eq. 56-58, 112-121).
 

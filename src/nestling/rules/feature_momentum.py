@@ -12,13 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Rule, chain, stateless
+from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.momentum import momentum
 from nestling.rules.size import rms
 
 __all__ = ["feature_momentum", "polynomial", "power"]
 
 
+@factory
 def feature_momentum(
     phi: Callable[[Tensor], Tensor],
     *,

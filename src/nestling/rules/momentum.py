@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 
 __all__ = ["MomentumState", "accumulate", "momentum"]
 
@@ -41,6 +41,7 @@ def accumulate(
     return torch.add(retain * memory, new, alpha=rate)
 
 
+@factory
 def momentum(decay: float = 0.9, *, dampening: float = 0.0, nesterov: bool = False) -> Rule:
     """`m = decay m + (1 - dampening) g`, followed by the weight (Eq. 10-11, 32-33).
 

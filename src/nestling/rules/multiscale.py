@@ -38,7 +38,7 @@ from torch import Tensor
 from nestling.levels import Level, due
 from nestling.rules import size
 from nestling.rules.adam import adam, mean_square
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.momentum import accumulate
 from nestling.rules.newton_schulz import QUINTIC, Coefficients, newton_schulz
 
@@ -57,6 +57,7 @@ class MultiScaleState(NamedTuple):
     second: Tensor  # V
 
 
+@factory
 def multiscale_literal(
     *,
     beta1: float = 0.95,
@@ -66,6 +67,7 @@ def multiscale_literal(
     chunk: int = 100,
     steps: int = 5,
     coefficients: Coefficients = QUINTIC,
+    precision: torch.dtype | None = None,
     eps: float = 1e-8,
 ) -> Rule:
     """Algorithm 1 as printed (Eq. 75): nothing decays, the step depends on the gradient's scale."""
@@ -75,17 +77,18 @@ def multiscale_literal(
         grad = write.grad
         fast = state.fast + beta1 * grad
         second = state.second + beta2 * grad.square()
-        out = newton_schulz(fast, steps, coefficients) + slow_weight * state.slow_out
+        out = newton_schulz(fast, steps, coefficients, precision) + slow_weight * state.slow_out
         slow, total, slow_out = state.slow, state.total + grad, state.slow_out
         if due(gates.step, chunk):
             slow, total = slow + beta3 * total, torch.zeros_like(total)
-            slow_out = newton_schulz(slow, steps, coefficients)
+            slow_out = newton_schulz(slow, steps, coefficients, precision)
         new = MultiScaleState(fast, slow, total, slow_out, second)
         return write._replace(grad=out / (second.sqrt() + eps)), new
 
     return Rule(_init, step)
 
 
+@factory
 def multiscale(
     *,
     beta1: float = 0.95,
@@ -98,6 +101,7 @@ def multiscale(
     nesterov: bool = True,
     steps: int = 5,
     coefficients: Coefficients = QUINTIC,
+    precision: torch.dtype | None = None,
     eps: float = 1e-8,
     rms: float = 0.2,
 ) -> Rule:
@@ -122,13 +126,13 @@ def multiscale(
         fast = accumulate(state.fast, grad, retain=beta1, rate=1.0 - beta1)
         ahead = torch.lerp(grad, fast, beta1) if nesterov else fast
         out = torch.add(
-            newton_schulz(ahead, steps, coefficients), state.slow_out, alpha=slow_weight
+            newton_schulz(ahead, steps, coefficients, precision), state.slow_out, alpha=slow_weight
         )
         slow, total, slow_out = state.slow, state.total + grad, state.slow_out
         if due(gates.step, chunk):
             slow = accumulate(slow, total, retain=beta3, rate=(1.0 - beta3) / chunk)
             total = torch.zeros_like(total)
-            slow_out = newton_schulz(slow, steps, coefficients)
+            slow_out = newton_schulz(slow, steps, coefficients, precision)
         new_second = state.second
         if second != "none":
             source = out if second == "update" else grad

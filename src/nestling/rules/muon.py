@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from nestling.rules import size
 from nestling.rules.adam import second_moment
 from nestling.rules.aliases import signsgd
-from nestling.rules.core import Rule, chain, identity, stateless
+from nestling.rules.core import Rule, chain, factory, identity, stateless
 from nestling.rules.momentum import momentum
 from nestling.rules.newton_schulz import QUINTIC, Coefficients, orthogonalise
 
@@ -26,6 +28,7 @@ SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
 """Factors for a matrix's shape, by the names torch.optim.Muon gives them."""
 
 
+@factory
 def muon(
     *,
     decay: float = 0.95,
@@ -33,18 +36,21 @@ def muon(
     steps: int = 5,
     coefficients: Coefficients = QUINTIC,
     scale: str = "original",
+    precision: torch.dtype | None = None,
 ) -> Rule:
     """Muon (Eq. 42): `NewtonSchulz(m)` of `m = decay m + g`, times a factor for the shape.
 
-    Equal to torch.optim.Muon (which runs in bfloat16) with `adjust_lr_fn=scale`.
+    Equal to torch.optim.Muon (which runs in bfloat16) with `adjust_lr_fn=scale`. `precision` is
+    that of Newton-Schulz.
     """
     return chain(
         momentum(decay, nesterov=nesterov),
-        orthogonalise(steps=steps, coefficients=coefficients),
+        orthogonalise(steps=steps, coefficients=coefficients, precision=precision),
         shape_scale(scale),
     )
 
 
+@factory
 def adamuon(
     *,
     decay: float = 0.95,
@@ -54,6 +60,7 @@ def adamuon(
     steps: int = 5,
     eps: float = 1e-8,
     rms: float = 0.2,
+    precision: torch.dtype | None = None,
 ) -> Rule:
     """AdaMuon (Si, Zhang, Shen 2025), a baseline: Muon over the root of its output's second moment.
 
@@ -63,12 +70,13 @@ def adamuon(
     return chain(
         momentum(decay, nesterov=nesterov),
         signsgd if sign else identity,
-        orthogonalise(steps=steps),
+        orthogonalise(steps=steps, precision=precision),
         second_moment(second_decay, eps=eps),
         rms_scale(rms),
     )
 
 
+@factory
 def shape_scale(scale: str = "original") -> Rule:
     """Multiply by a factor that depends on the matrix's shape; see `SHAPE_SCALES`."""
     if scale not in SHAPE_SCALES:
@@ -77,6 +85,7 @@ def shape_scale(scale: str = "original") -> Rule:
     return stateless(lambda grad: grad * factor(grad.shape[-2], grad.shape[-1]))
 
 
+@factory
 def rms_scale(rms: float = 0.2) -> Rule:
     """Bring each matrix to a given root mean square; 0.2 is about what AdamW's steps have."""
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Rule, chain, stateless
+from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.size import rms
 
 __all__ = ["nonlinear", "squash"]
 
 
+@factory
 def nonlinear(
     memory: Rule, sigma: Callable[[Tensor], Tensor], *, elementwise: bool = False
 ) -> Rule:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.rules.core import Gates, Rule, State, Write
+from nestling.rules.core import Gates, Rule, State, Write, factory
 
 __all__ = ["Retained", "retain_inputs", "retaining", "retaining_step"]
 
@@ -57,6 +57,7 @@ def retaining_step(
     return weight - rate * (grad @ memory), memory
 
 
+@factory
 def retaining(
     keep: float = 100.0, *, mean: bool = False, dtype: torch.dtype = torch.float64
 ) -> Rule:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 
-from studies.continual import metrics
 from studies.continual.page import compare, summary, write_page
 from studies.continual.streams import Dataset, Split
-from studies.continual.study import TUNING_SEED, Plan, Store, Study, packed
+from studies.continual.study import TUNING_SEED, Plan, Study, packed
+from studies.harness.store import Store
+from studies.harness.verdict import Interval, verdict
 
 PLAN = Plan(rows=4, prompt_sample=4)
 
@@ -32,7 +32,7 @@ def dataset() -> Dataset:
 
 
 def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeypatch):
-    store = Store(tmp_path / "results")
+    store = Store(tmp_path / "results", study="continual")
     study = Study(transformer, dataset, tmp_path, store, PLAN)
     found = [study.run(method, seed) for seed in (0, 1) for method in ("lda", "sequential")]
     files = sorted((tmp_path / "results").rglob("*.json"))
@@ -44,7 +44,9 @@ def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeyp
 
 
 def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkeypatch):
-    study = Study(transformer, dataset, tmp_path, Store(tmp_path / "results"), PLAN)
+    study = Study(
+        transformer, dataset, tmp_path, Store(tmp_path / "results", study="continual"), PLAN
+    )
     seen = []
     real = study._run
 
@@ -62,7 +64,9 @@ def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkey
 
 def test_tuning_looks_around_the_best_two(transformer, dataset, tmp_path, monkeypatch):
     """A close second may gain more from what is tried next: it is not dropped at once."""
-    study = Study(transformer, dataset, tmp_path, Store(tmp_path / "results"), PLAN)
+    study = Study(
+        transformer, dataset, tmp_path, Store(tmp_path / "results", study="continual"), PLAN
+    )
     seen = []
 
     def score(method, setting):
@@ -93,18 +97,14 @@ def made_up(method: str, seed: int, last: float) -> dict:
 
 
 def test_the_page_states_verdicts(tmp_path):
-    results = tmp_path / "results"
+    store = Store(
+        tmp_path / "results", copy=tmp_path / "docs" / "continual.json", study="continual"
+    )
     for seed in range(3):
         for method, last in (("cms-4", 0.7), ("sequential", 0.1), ("ewc", 0.7), ("lda", 0.9)):
-            run = made_up(method, seed, last + 0.01 * seed)
-            path = results / method / f"seed{seed}-x.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(run))
+            store.put(f"{method}/seed{seed}-x", made_up(method, seed, last + 0.01 * seed))
     for seed in range(2):
-        path = results / "lora" / f"seed{seed}-x.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(made_up("lora", seed, 0.2)))
-    store = Store(results, copy=tmp_path / "docs" / "continual.json")
+        store.put(f"lora/seed{seed}-x", made_up("lora", seed, 0.2))
     text = write_page(store, tmp_path / "docs").read_text()
     line = {r.split("|")[1].strip(): r for r in text.splitlines() if r.startswith("| CMS beats")}
     assert line["CMS beats sequential fine-tuning"].count("**shown**") == 3
@@ -113,22 +113,24 @@ def test_the_page_states_verdicts(tmp_path):
     assert "CMS beats experience replay" not in line  # was not run
     assert "unfinished: 2 seeds" in line["CMS beats LoRA"]
     assert list((tmp_path / "docs").glob("*.svg"))
-    assert store.gather(packed) == 14
-    lost = Store(tmp_path / "nowhere", copy=store.copy)  # the runs are gone, their copy is not
+    assert len(store.gather(packed)) == 14
+    lost = Store(
+        tmp_path / "nowhere", copy=store.copy, study="continual"
+    )  # the runs are gone, their copy is not
     assert write_page(lost, tmp_path / "again").read_text() == text
 
 
 def test_verdicts():
-    assert metrics.verdict(metrics.Interval(0.1, 0.05)) == "shown"
-    assert metrics.verdict(metrics.Interval(0.1, 0.05), higher=False) == "refuted"
-    assert metrics.verdict(metrics.Interval(0.1, 0.2)) == "inconclusive"
-    assert metrics.verdict(metrics.Interval(0.1, math.nan)) == "inconclusive"
+    assert verdict(Interval(0.1, 0.05)) == "shown"
+    assert verdict(Interval(0.1, 0.05), higher=False) == "refuted"
+    assert verdict(Interval(0.1, 0.2)) == "inconclusive"
+    assert verdict(Interval(0.1, math.nan)) == "inconclusive"
     with pytest.raises(ValueError, match="no seed"):
         compare({0: made_up("a", 0, 0.1)}, {1: made_up("b", 1, 0.1)}, "accuracy")
 
 
 def test_an_empty_store_has_no_page(tmp_path):
-    assert write_page(Store(tmp_path), tmp_path) is None
+    assert write_page(Store(tmp_path, study="continual"), tmp_path) is None
 
 
 def test_the_copy_of_a_trial_is_short():

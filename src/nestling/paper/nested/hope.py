@@ -200,8 +200,9 @@ def _checked(block: Block, chunks: Sequence[int]) -> SelfModifying:
     mixer = block.mixer
     if not isinstance(mixer, SelfModifying):
         raise TypeError(f"hope_block needs a self-modifying mixer, got {type(mixer).__name__}")
-    config = mixer.config
-    plain = not (config.expansion or config.momentum or config.residual or config.adding)
+    config, learning = mixer.config, mixer.config.learning
+    plain = not (config.expansion or learning.momentum or learning.adding)
+    plain = plain and not config.projections.residual
     if not plain or (config.chunk, config.chunk_others) != (1, 1):
         raise ValueError(
             "hope_block: the mixer must have expansion=0, momentum=False, residual=False, adding=0,"

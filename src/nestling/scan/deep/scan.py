@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestling.objectives import Objective, l2
+from nestling.objectives import Objective, dot, l2
 from nestling.scan.checks import Read, Rule, compute_dtype, is_l2
 from nestling.scan.deep.chunk import (
     Chunk,
@@ -37,6 +37,7 @@ from nestling.scan.deep.chunk import read as read_chunk
 from nestling.scan.deep.naive import compose
 from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
+from nestling.scan.opaque import opaque
 from nestling.scan.orders import is_any_order
 
 __all__ = ["scan_mlp"]
@@ -88,6 +89,14 @@ def scan_mlp(
         state, x, v, rate, retain, queries, objective=objective, rule=rule, read=read, chunk=chunk,
         clip=clip, momentum=momentum, check=check,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        if sigma is not silu:
+            raise NotImplementedError("compiled models have the two-layer scan with silu only")
+        return _compiled(
+            state, x, v, rate, retain, queries, momentum,
+            (is_l2(objective), rule == "dgd", read == "after", chunk, clip or 0.0, bound_inputs,
+             recompute, state.position),
+        )  # fmt: skip
     tokens = x.shape[-2]
     composed = momentum is not None or is_any_order()
     begun = tokens if composed else min(-state.position % chunk, tokens)
@@ -242,3 +251,55 @@ class _Scan(torch.autograd.Function):
                 into[i].Lb.add_(grads.Lb)
                 into[i].gp.add_(grads.gp)
         return None, None, None, d.s1, d.s2, dx, dv, dq, dg, drated
+
+
+def _compiled(
+    state: MLPState, x: Tensor, v: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    momentum: Tensor | None, plain: tuple[Any, ...],
+) -> tuple[Tensor | None, MLPState]:  # fmt: skip
+    """`scan_mlp` as one node of a graph."""
+    chunk, position = plain[3], state.position + x.shape[-2]
+    if momentum is not None and state.velocity1 is None:
+        still = torch.zeros_like(state.w1), torch.zeros_like(state.w2)
+        state = state._replace(velocity1=still[0], velocity2=still[1])
+    made = _operator(*plain, *state[:6], x, v, rate, retain, queries, momentum)
+    parts = iter(made)
+    y = None if queries is None else next(parts)
+    end = MLPState(next(parts), next(parts), position=position)
+    if position % chunk:
+        end = end._replace(start1=next(parts), start2=next(parts))
+    if momentum is not None:
+        end = end._replace(velocity1=next(parts), velocity2=next(parts))
+    return y, end
+
+
+def _run(plain: Sequence[Any], tensors: Sequence[Any]) -> list[Tensor]:
+    squared, erase, after, chunk, clip, bound, recompute, position = plain
+    *weights, x, v, rate, retain, queries, momentum = tensors
+    state = MLPState(*weights)._replace(position=position)
+    y, end = scan_mlp(
+        state, x, v, rate, retain, queries,
+        objective=l2 if squared else dot, rule="dgd" if erase else "gd",
+        read="after" if after else "before", chunk=chunk, clip=clip or None, bound_inputs=bound,
+        momentum=momentum, recompute=recompute, check=False,
+    )  # fmt: skip
+    return [part for part in (y, *end[:6]) if part is not None]
+
+
+def _fake(plain: Sequence[Any], tensors: Sequence[Any]) -> list[Tensor]:
+    chunk, position = plain[3], plain[-1]
+    w1, w2, _, _, velocity1, _, x, v, rate, retain, queries, momentum = tensors
+    dtype = compute_dtype(w1, w2, x, v, rate, retain, queries, momentum)
+    made = [] if queries is None else [torch.empty_like(queries)]
+    many = 1 + bool((position + x.shape[-2]) % chunk) + (velocity1 is not None)
+    return made + [torch.empty_like(w, dtype=dtype) for w in (w1, w2) * many]
+
+
+_operator = opaque(
+    "deep",
+    ["bool squared", "bool erase", "bool after", "int chunk", "float clip", "bool bound",
+     "bool recompute", "int position"],
+    "w1 w2 start1 start2 velocity1 velocity2 x v rate retain queries momentum".split(),
+    _run,
+    _fake,
+)  # fmt: skip

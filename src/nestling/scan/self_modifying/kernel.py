@@ -124,10 +124,9 @@ def _looks(rule: SelfRule, part: Inputs, start: Tensor) -> Tensor:
     return torch.cat(looks, 1)
 
 
-def _read_out(rule: SelfRule, part: Inputs, start: Tensor, out: Tensor) -> Tensor:
+def _read_out(part: Inputs, looks: Tensor, out: Tensor) -> Tensor:
     """The gates' read-outs, [b, C, 2]."""
-    bias, looks = part.bias.unsqueeze(1), _looks(rule, part, start)
-    torch.baddbmm(bias, part.x, looks.mT, out=out)
+    torch.baddbmm(part.bias.unsqueeze(1), part.x, looks.mT, out=out)
     return out if part.gates is None else out.add_(part.gates)
 
 
@@ -174,7 +173,7 @@ def one_token(
     q = _project(rule, part, start, kept)
     k = kept["kv"][:, :1]
     y = q @ (begun if rule.read_start else stack)[:, :d].mT
-    gates = rule.gates(_read_out(rule, part, start, kept["raw"]), part.valid)
+    gates = rule.gates(_read_out(part, _looks(rule, part, start), kept["raw"]), part.valid)
     u, seen = _errors(rule, kept, begun, start)
     w = u.flatten(2)
     if rule.erase:
@@ -193,7 +192,7 @@ def _forward(
     rows, square = (b, size, stack.shape[1]), (b, size, size)
     q = _project(rule, part, start, kept)
     k, gap, w = kept["kv"][:, :size], kept["gap"], kept["w"]
-    gates = rule.gates(_read_out(rule, part, start, kept["raw"]), part.valid)
+    gates = rule.gates(_read_out(part, _looks(rule, part, start), kept["raw"]), part.valid)
     eta = gates.rate.unsqueeze(-1)
     decay, past, g = _decay(gates.log_retain)
     torch.sub(past.unsqueeze(-1), g.unsqueeze(-2), out=gap)

@@ -49,7 +49,7 @@ def scan_self_modifying(
     through autograd.
     """
     matrix = weights.second is None and weights.moved is None and not is_any_order()
-    with torch.autocast(inputs.x.device.type, enabled=False):
+    with _full_precision(inputs.x):
         if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
             return _one_token(rule, inputs, weights, start, position)
         if matrix and not isinstance(position, Tensor):
@@ -60,6 +60,11 @@ def scan_self_modifying(
         if torch.compiler.is_compiling():
             return _segments_operator(rule, inputs, weights, start, position)
         return scan_segments(rule, inputs, weights, start, position)
+
+
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Autocast off; it does not know the meta device."""
+    return torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False)
 
 
 def _one_token(
@@ -126,7 +131,7 @@ def _scan(*arguments: Any) -> list[Tensor]:
     rule = _rule(arguments)
     position, keep, *tensors = arguments[len(PLAIN) :]
     first, start, home = tensors[:3]
-    with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+    with torch.no_grad(), _full_precision(first):
         run = run_forward(
             rule, position, _inputs(tuple(tensors)), first, start, home,
             starts=keep > NOTHING, all_kept=keep == ALL,
@@ -168,7 +173,7 @@ def _scan_backward(*arguments: Any) -> list[Tensor]:
     b, total, d = y.shape
     size = max(s.tokens.stop - s.tokens.start for s in cut(rule, position, total))
     kept = dict(zip(kept_shapes(rule, b, size, d), rest, strict=True)) if rest else {}
-    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+    with torch.no_grad(), _full_precision(y):
         dweights, dbegun, dhome, dinputs = run_backward(
             rule, position, _inputs(tuple(tensors)), first, home,
             Run(y, stacks[-1], y, stacks, starts, kept),

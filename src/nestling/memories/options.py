@@ -1,0 +1,129 @@
+"""From plain options, as saved models hold them in JSON, to a memory's configuration.
+
+    configure(SelfModifyingConfig, width=64, heads=2, chunk=32, retention={"tied": True})
+
+Groups are given as mappings. Options of before there were groups (`retain_max=0.999`,
+`negative=True`) are taken too, and mean what they meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
+from nestling.memories.titans import TitansConfig
+from nestling.objectives import Objective, dot, l2
+
+__all__ = ["configure", "option_names"]
+
+Config = TypeVar("Config")
+"""A frozen dataclass with `width` and `heads`."""
+
+OBJECTIVES: dict[str, Objective] = {"dot": dot, "l2": l2}
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _objective(value: Any) -> Any:
+    if isinstance(value, Objective):
+        return value
+    if value not in OBJECTIVES:
+        words = " or ".join(repr(word) for word in OBJECTIVES)
+        raise ValueError(f"objective must be {words}; got {value!r}")
+    return OBJECTIVES[value]
+
+
+Place = tuple[str, str, Callable[[Any], Any]]
+"""A group, its field, and how a plain value becomes the field's."""
+
+GATES: dict[str, Place] = {
+    "negative": ("rates", "most", lambda on: 2.0 if on else 1.0),
+    "rates": ("rates", "start", _same),
+    "retain": ("retention", "start", lambda start: (start, start)),
+    "retain_max": ("retention", "most", _same),
+}
+
+FLAT: dict[type, dict[str, Place]] = {
+    SelfModifyingConfig: GATES
+    | {
+        option.name: (group, option.name, _objective if option.name == "objective" else _same)
+        for group in ("projections", "learning")
+        for option in fields(GROUPS[group])
+    },
+    TitansConfig: GATES,
+}
+"""Where the options of before the groups went, by configuration."""
+
+TITANS = {
+    "adaptive": (), "own_values": False, "objective": "l2", "erase": False, "residual": False,
+    "steering": 0, "adding": 0, "read_start": False, "chunk_others": None,
+}  # fmt: skip
+"""Options that Titans once took from the self-modifying memory, and the only value they have."""
+
+
+def option_names(kind: type) -> list[str]:
+    """The options of a configuration, beside its sizes."""
+    return sorted(f.name for f in fields(kind) if f.name not in ("width", "heads"))
+
+
+def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> Config:
+    """A memory's configuration from plain options; raises ValueError for what it does not allow."""
+    known, flat = option_names(kind), FLAT.get(kind, {})
+    given: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in options.items():
+        if kind is TitansConfig and name in TITANS:
+            _only_titans(name, value)
+        elif name in flat and not (name in known and _is_group(value)):
+            group, option, make = flat[name]
+            _put(groups.setdefault(group, {}), option, make(value), group)
+        elif name in known and name in GROUPS:
+            if not isinstance(value, Mapping):
+                raise ValueError(
+                    f"{name} must be a mapping of its options, as in {name}="
+                    f"{{{fields(GROUPS[name])[0].name!r}: ...}}; got {value!r}"
+                )
+            for option, part in value.items():
+                _put(groups.setdefault(name, {}), option, part, name)
+        elif name in known:
+            given[name] = value
+        else:
+            raise ValueError(f"{kind.__name__} has no option {name}; it has {', '.join(known)}")
+    given |= {name: _group(name, parts) for name, parts in groups.items()}
+    build: Callable[..., Config] = kind
+    return build(width=width, heads=heads, **given)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, Mapping) or is_dataclass(value)
+
+
+def _put(group: dict[str, Any], option: str, value: Any, name: str) -> None:
+    if option in group:
+        raise ValueError(f"{name}.{option} is given twice, in the group and outside of it")
+    group[option] = _objective(value) if option == "objective" else value
+
+
+def _group(name: str, parts: dict[str, Any]) -> Any:
+    kind = GROUPS[name]
+    assert is_dataclass(kind)
+    known = [f.name for f in fields(kind)]
+    if wrong := sorted(set(parts) - set(known)):
+        raise ValueError(
+            f"{name} has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}"
+        )
+    return kind(**parts)
+
+
+def _only_titans(name: str, value: Any) -> None:
+    only = TITANS[name]
+    same = only is None or value == only or (only == () and not value)
+    if not same:
+        raise ValueError(
+            f"titans has no option {name} (it is {only!r}); with {name}={value!r} it is the mixer"
+            " 'self_modifying' with adaptive=[], own_values=False, residual=False, expansion=1"
+        )

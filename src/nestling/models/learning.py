@@ -1,0 +1,381 @@
+"""Levels that learn inside the model: the continuum engine under `NestlingForCausalLM.forward`.
+
+Every sequence has its own fast weights, in the cache beside the memories' states. Its clock counts
+its own tokens, so sequences that stand at different positions (left padding) are read in groups of
+equal position, which is exact because sequences never see each other. A call that keeps no cache
+needs no groups: padding is moved behind the texts.
+
+In training the loss and all gradients are computed segment by segment, and `HandOver` gives them
+to autograd, so that `loss.backward()`, gradient accumulation, loss scaling and DDP work as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from nestling.continuum.assignment import own_slots, weight_of
+from nestling.continuum.engine import Engine
+from nestling.continuum.state import ContinuumState
+from nestling.continuum.stream import Outer, TokenStream, begin
+from nestling.levels import LevelUpdate
+from nestling.losses import IGNORE
+from nestling.memories.core import pack
+from nestling.models.cache import Learned, MemoryCache
+from nestling.models.packing import Documents, as_rows
+from nestling.tree import state_select
+
+__all__ = ["HandOver", "Request", "Result", "engine_of", "learn_tokens", "outer_targets"]
+
+
+class Request(NamedTuple):
+    """One forward pass over tokens that are learned from."""
+
+    ids: Tensor  # [B, T]
+    mask: Tensor | None  # [B, T] bool; None: all tokens are real
+    cache: MemoryCache | None  # None: nothing is kept
+    targets: Tensor | None  # [B, T] of an outer loss whose gradients are computed on the way
+    items: Tensor | float | None  # what the outer loss is divided by; None: its targets
+    meta: str | None  # what can be differentiated by autograd
+    learn: bool | tuple[str, ...]  # the levels that learn: all, none, or these
+    keep_logits: bool
+    measure: bool
+
+
+class Result(NamedTuple):
+    """What it gives."""
+
+    logits: Tensor  # [B, T, V]; [B, 1, V] without `keep_logits`
+    loss: Tensor | None  # with `targets`
+    updates: tuple[LevelUpdate, ...]
+
+
+class _Group(NamedTuple):
+    """Sequences at one position, and their tokens of this call."""
+
+    rows: Tensor  # [b] their places in the batch
+    state: ContinuumState | None  # None: before the first token
+    ids: Tensor  # [b, n]
+    columns: Tensor | None  # [b, n] where the tokens stand; None: one after the other
+    valid: Tensor | None  # [b, n] False: padding behind a shorter text
+
+
+def engine_of(model: Any) -> Engine:
+    """The engine of a model's own learning levels; the others' weights are left alone."""
+    config = model.config
+    key = (config.memory_levels, config.transfer)
+    kept: Any = model.__dict__.get("_engine")
+    if kept is None or kept[0] != key:
+        levels = config.memory_levels
+        slots = [s for s in own_slots(model) if levels[s.parts[0].level].active]
+        kept = (key, Engine(model, levels, slots, transfer=config.transfer))
+        model.__dict__["_engine"] = kept
+    engine: Engine = kept[1]
+    return engine
+
+
+def constant(model: Any) -> Any:
+    """The same model with constants for parameters: what only reads forms no gradients of them.
+
+    It shares the parameters' memory, so it follows their training; it is made anew when they are
+    replaced (moved, cast, loaded into other memory). Sharded models are left as they are.
+    """
+    if any(hasattr(module, "unshard") for module in model.modules()):
+        return model
+    kept = _CONSTANTS.get(model)
+    now = [parameter.data_ptr() for parameter in model.parameters()]
+    if kept is None or kept[0] != now or kept[1].training != model.training:
+        kept = (now, _without_gradients(model))
+        _CONSTANTS[model] = kept
+    return kept[1]
+
+
+_CONSTANTS: WeakKeyDictionary[Any, tuple[list[int], Any]] = WeakKeyDictionary()
+
+
+def _without_gradients(module: Any) -> Any:
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_engine"})
+    parameters = module._parameters.items()
+    twin.__dict__["_parameters"] = {n: None if p is None else p.detach() for n, p in parameters}
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {
+        n: None if child is None else _without_gradients(child) for n, child in children
+    }
+    return twin
+
+
+def outer_targets(
+    ids: Tensor, labels: Tensor | None, shifted: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
+    """What each token's logits are to predict, [B, T]: the label after it, or `shift_labels`.
+
+    Padding predicts nothing, not even the first token of a text.
+    """
+    if shifted is None and labels is not None:
+        shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], 1)
+    if shifted is None:
+        return None
+    targets = shifted.reshape(ids.shape).to(ids.device)
+    return targets if mask is None else torch.where(mask, targets, IGNORE)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def learn_tokens(model: Any, request: Request, layout: Documents | None = None) -> Result:
+    """Read tokens and learn from them; with a `layout` every document of packed rows by itself."""
+    if layout is None:
+        return _learn(model, request)
+    if request.cache is not None and request.cache.batch_size != -1:
+        raise ValueError(
+            "packed rows (position_ids that restart) cannot go on from past_key_values: put each"
+            " document in a row of its own"
+        )
+    cache = None if request.cache is None else MemoryCache(len(request.cache))
+    targets = request.targets
+    made = _learn(
+        model,
+        request._replace(
+            ids=_as_documents(request.ids, layout, 0),
+            mask=layout.mask,
+            cache=cache,
+            targets=None if targets is None else _as_documents(targets, layout, IGNORE),
+            keep_logits=True,
+        ),
+    )
+    if request.cache is not None and cache is not None and cache.learned is not None:
+        request.cache.advance_learned(cache.learned.select(layout.last), request.ids.shape[1])
+    logits = as_rows(made.logits, layout)
+    return made._replace(logits=logits if request.keep_logits else logits[:, -1:])
+
+
+def _learn(model: Any, request: Request) -> Result:
+    if request.meta is None and request.targets is None:
+        model = constant(model)
+    with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
+        engine, cache = engine_of(model), request.cache
+        ids = request.ids.clone()
+        groups = _groups(engine, request._replace(ids=ids))
+        last_only = not request.keep_logits
+        if any(group.valid is not None for group in groups):
+            request = request._replace(keep_logits=True)  # texts end in different columns
+        outer = None
+        if request.targets is not None:
+            config = model.config
+            outer = Outer(engine, slots=config.learning != "frozen", rates=config.learn_rates)
+        reader = _Reader(model, engine, request, outer)
+        logits = [reader.read(group) for group in groups]
+        if cache is not None:
+            states = [reader.states[place] for place in range(len(groups))]
+            rows = [group.rows for group in groups]
+            cache.advance_learned(Learned(tuple(rows), tuple(states)), ids.shape[1])
+        loss = None
+        if outer is not None and request.targets is not None:
+            loss = _hand_over(model, engine, outer, request)
+    joined = _joined(groups, logits, request)
+    return Result(joined[:, -1:] if last_only else joined, loss, tuple(reader.updates))
+
+
+class _Reader:
+    """Reads the groups of one request."""
+
+    def __init__(self, model: Any, engine: Engine, request: Request, outer: Outer | None) -> None:
+        self.model, self.engine, self.request, self.outer = model, engine, request, outer
+        self.states: list[ContinuumState] = []
+        self.updates: list[LevelUpdate] = []
+        names = request.learn
+        self.silent = [
+            names is not True and (names is False or level.name not in names)
+            for level in engine.levels
+        ]
+
+    def read(self, group: _Group) -> Tensor | None:
+        """The logits of one group's tokens; its state and updates are kept."""
+        state = begin(self.engine, len(group.rows)) if group.state is None else group.state
+        if group.ids.shape[1] == 0:
+            self.states.append(state)
+            return None
+        request, targets = self.request, None
+        if request.targets is not None:
+            targets = request.targets[group.rows]
+            if group.columns is not None:
+                targets = targets.gather(1, group.columns)
+            if group.valid is not None:
+                targets = torch.where(group.valid, targets, IGNORE)
+        stream = TokenStream(
+            self.engine,
+            self._rates(),
+            run=self._run,
+            meta=None if self.outer is not None else request.meta,
+            truncate=self.model.config.truncate and request.meta != "second_order",
+            outer=self.outer,
+            targets=targets,
+            keep_logits=request.keep_logits,
+            measure=request.measure,
+            final=request.cache is None,
+        )
+        if all(self.silent):
+            out = stream.read(group.ids, state)
+        else:
+            wanted = torch.ones_like(group.ids, dtype=torch.bool)
+            out = stream.learn(group.ids, wanted if group.valid is None else group.valid, state)
+        self.states.append(out.state)
+        self.updates += out.updates
+        return out.logits
+
+    def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
+        cache = self.model.make_cache(tree, seen)
+        x = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True, hooks=False)
+        return self.model.lm_head(x.last_hidden_state), cache.states
+
+    def _rates(self) -> list[Any]:
+        """Every level's rate: a number, or what the model has learned it to be."""
+        learned = self.model.rates
+        if learned is None:
+            rates: list[Any] = [level.rate for level in self.engine.levels]
+        elif self.request.meta in ("first_order", "second_order") and self.outer is None:
+            rates = list(learned().unbind())
+        else:
+            rates = learned().tolist()
+        return [0.0 if silent else r for silent, r in zip(self.silent, rates, strict=True)]
+
+
+def _groups(engine: Engine, request: Request) -> list[_Group]:
+    """Sequences of equal position and as many tokens, in the order of the batch."""
+    ids, mask, cache = request.ids, request.mask, request.cache
+    everyone = torch.arange(ids.shape[0], device=ids.device)
+    learned = None if cache is None else cache.learned
+    if cache is not None and learned is None and cache.states is not None:
+        learned = _adopted(engine, cache)
+    if learned is None and mask is None:
+        return [_Group(everyone, None, ids, None, None)]
+    if cache is None and mask is not None:
+        packed = pack(mask)
+        valid = None if bool(packed.valid.all()) else packed.valid
+        return [_Group(everyone, None, ids.gather(1, packed.order), packed.order, valid)]
+    found = []
+    for rows, state in zip(*learned, strict=True) if learned is not None else [(everyone, None)]:
+        if mask is None:
+            found.append(_Group(rows, state, ids[rows], None, None))
+            continue
+        counts = mask[rows].sum(1)
+        for many in counts.unique().tolist():
+            some = (counts == many).nonzero()[:, 0]
+            order = mask[rows[some]].nonzero()[:, 1].view(len(some), many)
+            part = state if state is None or len(some) == len(rows) else state_select(state, some)
+            found.append(_Group(rows[some], part, ids[rows[some]].gather(1, order), order, None))
+    return found
+
+
+def _adopted(engine: Engine, cache: MemoryCache) -> Learned:
+    """Sequences read so far without learning: nothing is learned yet, and their clock goes on."""
+    states, places = cache.states, cache.position
+    if states is None or places is None:
+        raise ValueError("past_key_values is empty")
+    rows, found = [], []
+    for here in places.unique().tolist():
+        some = (places == here).nonzero()[:, 0]
+        fresh = begin(engine, len(some))
+        part = fresh._replace(start=torch.full_like(fresh.start, here), cache=states)
+        rows.append(some)
+        found.append(part._replace(cache=state_select(states, some)))
+    return Learned(tuple(rows), tuple(found))
+
+
+def _joined(groups: list[_Group], logits: list[Tensor | None], request: Request) -> Tensor:
+    """The groups' logits in the order of the batch: [B, T, V], zeros at padding."""
+    first = next((each for each in logits if each is not None), None)
+    if first is None:
+        raise ValueError("attention_mask leaves no token to read")
+    if len(groups) == 1 and groups[0].columns is None:
+        return first
+    batch, length = request.ids.shape
+    full = first.new_zeros(batch, length if request.keep_logits else 1, first.shape[-1])
+    for group, found in zip(groups, logits, strict=True):
+        if found is None:
+            continue
+        if group.valid is not None and request.keep_logits:
+            found = found * group.valid.unsqueeze(-1)
+        columns = group.columns
+        if columns is None or not request.keep_logits:
+            columns = torch.arange(found.shape[1], device=found.device).expand(len(found), -1)
+        full = full.index_put((group.rows.unsqueeze(1), columns), found)
+    return full
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose gradients are known already: the backward pass hands them to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(each * grad.to(each.dtype) for each in ctx.gradients))
+
+
+def _hand_over(model: Any, engine: Engine, outer: Outer, request: Request) -> Tensor:
+    targets = request.targets
+    if targets is None:
+        raise ValueError("an outer loss needs targets")
+    if not isinstance(outer.loss, Tensor):
+        return targets.new_zeros((), dtype=torch.float32) / 0.0  # no target: as cross-entropy says
+    items = (targets != IGNORE).sum() if request.items is None else request.items
+    share = 1.0 / torch.as_tensor(items, device=outer.loss.device, dtype=outer.loss.dtype)
+    pairs: list[tuple[Tensor, Tensor | None]] = [
+        *zip(outer.parameters, outer.gradients, strict=True)
+    ]
+    for slot, gradient in zip(engine.slots, outer.slot_gradients, strict=True):
+        weight, transposed = weight_of(model, slot.name)
+        pairs.append((weight, gradient.mT if transposed and gradient is not None else gradient))
+    if model.rates is not None and model.rates.log_rate.requires_grad:
+        log_rate = model.rates.log_rate
+        found = [torch.as_tensor(each, device=log_rate.device) for each in outer.rate_gradients]
+        pairs = [pair for pair in pairs if pair[0] is not log_rate]
+        pairs.append((log_rate, torch.stack([each.to(log_rate.dtype) for each in found])))
+    known = [(p, g.to(p.dtype).mul_(share.to(p.dtype))) for p, g in pairs if g is not None]
+    loss: Tensor = HandOver.apply(outer.loss * share, [g for _, g in known], *[p for p, _ in known])
+    return loss
+
+
+@contextlib.contextmanager
+def _no_recompute(model: Any) -> Iterator[None]:
+    """Only one segment's activations are alive at a time: none of them is computed again."""
+    layers = [layer for layer in model.model.layers if layer.gradient_checkpointing]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
+def _whole(model: Any, request: Request) -> Iterator[None]:
+    """Whole weights, where FSDP2 has sharded them: every segment reads them, and so does the rule.
+
+    They are sharded again by the backward pass, or here when there will be none.
+    """
+    parts = [module for module in model.modules() if hasattr(module, "unshard")]
+    for part in parts:
+        part.unshard()
+    try:
+        yield
+    finally:
+        if request.targets is None and request.meta is None:
+            for part in parts:
+                part.reshard()
+
+
+def _as_documents(ids: Tensor, layout: Documents, fill: int) -> Tensor:
+    """Packed rows of whole numbers [B, T] as documents [N, L], `fill` where one has ended."""
+    out = ids.new_full(layout.mask.shape, fill)
+    return out.index_put((layout.number, layout.column), ids)

@@ -1,0 +1,130 @@
+"""The one Hope of all studies, and the models it is compared with.
+
+Every study of the round takes its models from here. A study may choose width, depth, heads,
+vocabulary and length (`FREE`); anything else is the default of the presets, which is what a user
+gets. `tests/studies/test_default.py` compares. Studies made before there was one default are in
+`OLDER`, with what they changed; the list can only become shorter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from nestling.models import NestlingConfig, presets
+from studies.harness.models import LSTM, Arm
+
+__all__ = ["ABLATIONS", "ARMS", "FREE", "OLDER", "Model", "build", "configuration", "deviations"]
+
+FREE = frozenset(
+    {
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",  # follows from the number of parameters
+        "max_position_embeddings",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    }
+)
+"""What a study may choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model by the name it has in `presets.MODELS`, and what differs from that preset."""
+
+    title: str
+    model: str
+    mixer: dict[str, Any] = field(default_factory=dict)  # options of its mixer
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+ARMS: dict[str, Model] = {
+    "hope": Model(title="Hope", model="hope"),
+    "hope_printed": Model(
+        title="Hope as printed (Eq. 83-88)", model="hope", mixer={"residual": False}
+    ),
+    "hope_attention": Model(title="Hope-Attention", model="hope_attention"),
+    "transformer": Model(title="Transformer++", model="transformer"),
+    "transformer_conv": Model(
+        title="Transformer++, short convolutions", model="transformer", mixer={"conv": 4}
+    ),
+    "titans": Model(title="Titans", model="titans"),
+    "deltanet": Model(title="DeltaNet", model="deltanet"),
+    "gated_delta": Model(title="gated DeltaNet", model="gated_delta"),
+    "linear": Model(title="linear attention", model="linear"),
+    "lstm": Model(title="LSTM", model="lstm"),
+}
+"""The models of every table."""
+
+ABLATIONS: dict[str, Model] = {
+    "no_dgd": Model(title="without DGD (no erasing)", model="hope", mixer={"erase": False}),
+    "momentum": Model(title="with momentum", model="hope", mixer={"momentum": True}),
+    "no_retention": Model(
+        title="without retention",
+        model="hope",
+        mixer={"retain": 0.999999, "retain_max": 0.9999999},
+    ),
+    "no_levels": Model(
+        title="without levels (one gated MLP)", model="hope", fields={"channel": "swiglu"}
+    ),
+    "static_k": Model(title="static keys", model="hope", mixer={"adaptive": ("v", "eta", "alpha")}),
+    "static_v": Model(
+        title="static values", model="hope", mixer={"adaptive": ("k", "eta", "alpha")}
+    ),
+    "static_gates": Model(
+        title="static rate and retention", model="hope", mixer={"adaptive": ("k", "v")}
+    ),
+    "adaptive_q": Model(
+        title="adaptive queries",
+        model="hope",
+        mixer={"adaptive": ("k", "v", "eta", "alpha", "q")},
+    ),
+    "l2": Model(title="L2 objective", model="hope", mixer={"objective": "l2"}),
+}
+"""Hope with one thing changed (Table 6); `hope_printed` is among the models above."""
+
+OLDER: dict[str, frozenset[str]] = {
+    "older.formal": frozenset(
+        {
+            "hope",
+            "hope_two",
+            "hope_erasing",
+            "hope_forgetting",
+            "hope_printed",
+        }
+    ),
+    "older.recall": frozenset({"hope_values", "hope_static", "hope_steered", "hope", "hope_small"}),
+    "older.lm": frozenset({"hope_parallel", "hope_gated", "hope_parallel_gated", "hope_printed"}),
+}
+"""Studies, and those of their arms, that were made with another Hope than the default."""
+
+
+def configuration(model: Model, size: presets.Size, **fields: Any) -> NestlingConfig:
+    """The configuration of a model at a size; `fields` are of `FREE`, or for all models alike."""
+    mixer = presets.MODELS[model.model]["mixer"]
+    options = {"mixer_options": {mixer: dict(model.mixer)}} if model.mixer else {}
+    return presets.configure(size, model.model, **{**options, **model.fields, **fields})
+
+
+def build(model: Model, size: presets.Size, **fields: Any) -> nn.Module:
+    """The untrained model, [B, T] -> [B, T, V]."""
+    if model.model == "lstm":
+        return LSTM(size.vocabulary, size.layers, size.parameters)
+    return Arm(configuration(model, size, **fields))
+
+
+def deviations(config: NestlingConfig) -> dict[str, Any]:
+    """The fields in which a Hope differs from the default one, those of `FREE` aside."""
+    default = presets.tiny("hope").to_dict()
+    given = config.to_dict()
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in FREE and value != default.get(name)
+    }

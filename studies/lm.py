@@ -1,0 +1,211 @@
+"""Language models at ten tokens per parameter (Table 2, Fig. 10): bytes of books and articles.
+
+    python -m studies lm                run what is missing, write docs/results/language_models.md
+    python -m studies lm --tasks 3M --arms hope transformer ...     one size up, for the best arms
+
+Every arm reads the same windows in the same order. Its rate is the best of three at a tenth of the
+bytes, on a seed that is not used again. The trained models are kept (runs/lm/models) for the
+studies of levels, long contexts and adapt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from nestling.models import presets
+from nestling.report import Line, lines
+from studies import default
+from studies.harness.command import run_study
+from studies.harness.loop import cosine, train
+from studies.harness.models import keep_model, parameters
+from studies.harness.page import Page, Section, table
+from studies.harness.store import Run
+from studies.harness.study import Context, Job, Study, cells
+from studies.harness.tables import Measure, table_page
+from studies.harness.verdict import interval, percent, show
+from studies.tasks import text
+
+ARMS = (
+    "hope",
+    "hope_printed",
+    "hope_attention",
+    "transformer",
+    "transformer_conv",
+    "titans",
+    "deltanet",
+    "gated_delta",
+    "linear",
+)
+SIZES = {
+    "1M": presets.Size(width=128, layers=3, heads=4, vocabulary=256, parameters=1_000_000),
+    "3M": presets.Size(width=192, layers=4, heads=6, vocabulary=256, parameters=3_000_000),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What was fixed before the first run."""
+
+    tokens_per_parameter: float = 10.0
+    length: int = 512
+    rows: int = 8
+    rates: tuple[float, ...] = (3e-3, 6e-3, 12e-3)
+    trial_share: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    tuning_seed: int = 100
+    valid_windows: int = 64
+    streams: int = 8
+    times: int = 8
+    asked: int = 200
+    analysis: str = "validation loss decides; paired by seed, 95% by Student's t, three seeds"
+
+    def steps(self, size: presets.Size, *, trial: bool) -> int:
+        """Steps of training."""
+        tokens = self.tokens_per_parameter * size.parameters * (self.trial_share if trial else 1)
+        return max(2, round(tokens / (self.rows * self.length)))
+
+
+QUICK = Protocol(
+    tokens_per_parameter=0.0,
+    length=64,
+    rows=2,
+    rates=(6e-3, 12e-3),
+    seeds=(0,),
+    valid_windows=4,
+    streams=2,
+    times=2,
+    asked=2,
+)
+
+
+def trained(
+    job: Job, context: Context, protocol: Protocol, model: default.Model, size: presets.Size
+) -> tuple[Any, Run]:
+    """Train a model on the corpus; the model, and its numbers."""
+    data = text.corpus(context.data)
+    torch.manual_seed(job.seed)
+    made: Any = default.build(model, size)
+    inner = made.model.train()
+    groups = [
+        {"params": [p for p in inner.parameters() if p.dim() > 1]},
+        {"params": [p for p in inner.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=job.setting["rate"], betas=protocol.betas, weight_decay=protocol.weight_decay
+    )
+
+    def loss(step: int) -> Tensor:
+        place = 1_000_003 * (job.seed + 1) + step
+        ids = text.windows(data.train, protocol.rows, protocol.length, place)
+        return cross_entropy(made(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    steps = protocol.steps(size, trial=job.trial)
+    done = train([made], loss, optimizer, steps=steps, schedule=cosine(), save=context.scratch)
+    inner.eval()
+    many = {"count": protocol.valid_windows, "length": protocol.length}
+    return inner, {
+        "tokens": steps * protocol.rows * protocol.length,
+        "parameters": parameters(made),
+        "train": done.last(),
+        "valid": text.validate(inner, data.valid, **many),
+        "seconds": done.seconds,
+    }
+
+
+def make(job: Job, context: Context, protocol: Protocol) -> Run:
+    """Train one model, ask it, and keep it."""
+    model, run = trained(job, context, protocol, default.ARMS[job.arm], SIZES[job.task])
+    if job.trial:
+        return run
+    valid = text.corpus(context.data).valid
+    streams = {"streams": protocol.streams, "length": protocol.length, "times": protocol.times}
+    run["positions"] = text.by_position(model, valid, **streams)
+    run |= text.last_words(model, context.data, protocol.asked)
+    run["choices"] = text.choices(model, context.data, protocol.asked)
+    facts = {"study": "lm", "task": job.task, "arm": job.arm, "seed": job.seed}
+    keep_model(model, context.models / f"{job.task}-{job.arm}-{job.seed}", facts)
+    return run
+
+
+LIMITS = (
+    "One corpus of English books and articles in bytes, one million parameters, one learning-rate"
+    " grid; models ten or a thousand times larger may rank otherwise.",
+    "Choices between endings (Table 2) are near chance for all models of this size: they are shown"
+    " as sanity, and nothing is claimed from them.",
+)
+
+
+def page(study: Study, runs: Mapping[str, Run]) -> Page:
+    """Findings, the loss against position, tables."""
+    found = cells(runs)
+    first = {
+        arm: found[study.tasks[0], arm] for arm in study.arms if (study.tasks[0], arm) in found
+    }
+    length = study.protocol.length
+    drawn, stretches, chosen = [], [], []
+    for arm, cell in first.items():
+        each = list(zip(*(run["positions"] for run in cell.runs.values()), strict=True))
+        x = [length * (i + 0.5) for i in range(len(each))]
+        means = [interval(values) for values in each]
+        drawn.append(Line(study.arms[arm], x, [m.mean for m in means]))
+        stretches.append((study.arms[arm], *(show(values) for values in each)))
+        picked = [run["choices"] for run in cell.runs.values()]
+        chosen.append((study.arms[arm], *(percent([p[n] for p in picked]) for n in text.CHOICES)))
+    ends = [f"to {length * (i + 1):,}" for i in range(len(stretches[0]) - 1)]
+    extra = (
+        Section(title="Loss against position", body=table(["", *ends], stretches)),
+        Section(
+            title="Choices between endings (chance: 50, 25, 50, 25, 25, 33, 50%)",
+            body=table(["", *text.CHOICES], chosen),
+        ),
+    )
+    measures = (
+        Measure(name="valid", title="validation loss, nats per byte", higher=False),
+        Measure(name="last words", title="last words written rightly, %", higher=True, share=True),
+        Measure(name="last words loss", title="loss of last words", higher=False),
+    )
+    return table_page(
+        study,
+        runs,
+        title="Language models at ten tokens per parameter",
+        measures=measures,
+        limits=LIMITS,
+        more=extra,
+        picture=lines(drawn, x="position (bytes)", y="loss (nats per byte)"),
+        caption="Loss against position",
+    )
+
+
+def study(quick: bool = False) -> Study:
+    """The study; `quick` is a slice of it."""
+    protocol = QUICK if quick else Protocol()
+    arms = ARMS[:1] + ARMS[3:4] if quick else ARMS
+    return Study(
+        name="lm",
+        protocol=protocol,
+        tasks=("1M",),
+        more_tasks=("3M",),
+        arms={arm: default.ARMS[arm].title for arm in arms},
+        seeds=protocol.seeds,
+        tuning_seed=protocol.tuning_seed,
+        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
+        make=lambda job, context: make(job, context, protocol),
+        judged="valid",
+        lower=True,
+        page=page,
+        page_name="language_models",
+        needs=("seconds", "valid", "parameters"),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run."""
+    return run_study(study, __doc__ or "", arguments)

@@ -1,0 +1,157 @@
+"""Bytes of books and articles to train on, and what language models are asked afterwards.
+
+`corpus(data)` reads 15 novels and WikiText-2; three other novels and WikiText-2's validation part
+are held out. Last words (LAMBADA) and choices between continuations (Table 2) come from `lm_evals`.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from nestling.models import MemoryCache
+
+__all__ = [
+    "CHOICES",
+    "HELD_OUT",
+    "Corpus",
+    "by_position",
+    "choices",
+    "corpus",
+    "last_words",
+    "validate",
+    "windows",
+]
+
+HELD_OUT = ("emma", "the_war_of_the_worlds", "great_expectations")
+CHOICES = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "siqa_3way", "boolq")
+"""Table 2's tasks that are staged; models of a million parameters are at chance on most."""
+
+
+class Corpus(NamedTuple):
+    """Bytes to train on and bytes held out."""
+
+    train: Tensor  # [N] uint8
+    valid: Tensor
+
+
+@cache
+def corpus(data: Path) -> Corpus:
+    """Books and articles; the same bytes everywhere."""
+    books = sorted((data / "gutenberg_books").glob("*.txt.gz"))
+    if not books:
+        raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
+    held = [path for path in books if path.name.split(".")[0] in HELD_OUT]
+    seen = [path for path in books if path not in held]
+    wiki = data / "wikitext2"
+    train, valid = (
+        b"\n\n".join(gzip.decompress(path.read_bytes()) for path in paths)
+        for paths in ([*seen, wiki / "train.txt.gz"], [*held, wiki / "valid.txt.gz"])
+    )
+    return Corpus(*(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, valid)))
+
+
+def windows(data: Tensor, count: int, length: int, seed: int) -> Tensor:
+    """Windows of `length + 1` bytes from random places, [count, length + 1]."""
+    flow = torch.Generator().manual_seed(seed)
+    first = torch.randint(len(data) - length - 1, (count,), generator=flow)
+    return data[first[:, None] + torch.arange(length + 1)].long()
+
+
+@torch.no_grad()
+def validate(model: Any, data: Tensor, *, count: int, length: int) -> float:
+    """The mean loss in nats per byte over windows of the trained length."""
+    losses = []
+    for ids in windows(data, count, length, seed=7).split(8):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        losses.append(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def by_position(model: Any, data: Tensor, *, streams: int, length: int, times: int) -> list[float]:
+    """The loss of streams beyond the trained length, one value for every `length` bytes."""
+    ids = windows(data, streams, times * length, seed=8)
+    cache, losses = MemoryCache(model.config.num_hidden_layers), []
+    for start in range(0, times * length, length):
+        seen, after = ids[:, start : start + length], ids[:, start + 1 : start + length + 1]
+        logits = model(input_ids=seen, past_key_values=cache, use_cache=True).logits
+        losses.append(cross_entropy(logits.flatten(0, 1), after.flatten()).item())
+    return losses
+
+
+@torch.no_grad()
+def _scored(model: Any, context: str, ending: str, room: int = 512) -> tuple[float, bool]:
+    """The mean loss of the ending's bytes after the context, and whether each was the likeliest."""
+    before, after = context.encode(), ending.encode()
+    ids = torch.tensor([list((before + after)[-room:])])
+    size = min(len(after), ids.shape[1] - 1)
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, -size:].float()
+    wanted = ids[0, -size:]
+    right = bool((logits.argmax(-1) == wanted).all())
+    return cross_entropy(logits, wanted).item(), right
+
+
+def last_words(model: Any, data: Path, count: int) -> dict[str, float]:
+    """LAMBADA: the share of last words that are written rightly byte by byte, and their loss."""
+    scores = [
+        _scored(model, line["context"], " " + line["continuation"])
+        for line in _picked(_lines(data / "lm_evals" / "lambada_openai.jsonl.gz"), count)
+    ]
+    return {
+        "last words": sum(right for _, right in scores) / len(scores),
+        "last words loss": sum(loss for loss, _ in scores) / len(scores),
+    }
+
+
+def choices(model: Any, data: Path, count: int) -> dict[str, float]:
+    """The share of right choices in each set of `CHOICES`, by the mean loss of a byte."""
+    found = {}
+    for name in CHOICES:
+        right = 0
+        asked = _picked(_asked(data / "lm_evals", name), count)
+        for pairs, gold in asked:
+            losses = [_scored(model, context, " " + ending)[0] for context, ending in pairs]
+            right += losses.index(min(losses)) == gold
+        found[name] = right / len(asked)
+    return found
+
+
+def _asked(folder: Path, name: str) -> list[tuple[list[tuple[str, str]], int]]:
+    """Pairs (context, ending) to choose from, and the number of the right one."""
+    if name == "hellaswag":
+        lines = bz2.decompress((folder / "hellaswag_val_full.txt.bz2").read_bytes()).decode()
+        rows = lines.splitlines()
+        return [
+            ([(rows[i], ending) for ending in rows[i + 2 : i + 6]], int(rows[i + 1]))
+            for i in range(0, len(rows) - 5, 6)
+        ]
+    made = []
+    for line in _lines(folder / f"{name}.jsonl.gz"):
+        if "context_options" in line:
+            pairs = [(context, line["continuation"]) for context in line["context_options"]]
+        else:
+            pairs = [(line["query"], ending) for ending in line["choices"]]
+        made.append((pairs, int(line["gold"])))
+    return made
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _picked(items: Any, count: int) -> list[Any]:
+    """A sample that is the same for every model."""
+    made = list(items)
+    return random.Random(0).sample(made, min(count, len(made)))

@@ -1,0 +1,66 @@
+"""The stored runs beside the pages make the pages, byte for byte; quick runs of every study run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from studies.__main__ import STUDIES, main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    "older.formal": ["formal.md"],
+    "older.lm": ["lm.md", "lm_positions.svg"],
+    "older.recall": ["recall.md"],
+    "adapt": ["adapt.md", "adapt_smollm2.md"],
+    "optim": ["optim.md"],
+}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "docs" / "results", tmp_path / "pages"))
+
+
+def same(out: Path, names: list[str]) -> None:
+    for name in names:
+        assert (out / name).read_bytes() == (ROOT / "docs" / "results" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("study", PAGES)
+def test_stored_runs_make_the_page(study, out, tmp_path):
+    for name in PAGES[study]:
+        if study != "optim":  # parts without stored runs stay as they are on the page
+            (out / name).unlink()
+    assert main([study, "--report", "--out", str(out), "--runs", str(tmp_path / "runs")]) == 0
+    same(out, PAGES[study])
+    if (out / f"{PAGES[study][0][:-3]}.json").exists():
+        same(out, [f"{PAGES[study][0][:-3]}.json"])
+
+
+def test_stored_runs_make_the_pages_of_continual_learning(out, tmp_path):
+    names = ["continual.md", "languages.md", *(p.name for p in out.glob("continual_*.svg"))]
+    for name in names:
+        (out / name).unlink()
+    command = ["continual", "page", "--out", str(out), "--cache", str(tmp_path / "runs")]
+    assert main(command) == 0
+    same(out, [*names, "continual.json", "languages.json"])
+
+
+QUICK = {"continual": ["banking77", "--method", "lda", "--seeds", "1"], "queue": ["lm"]}
+
+
+@pytest.mark.parametrize("study", [name for name in STUDIES if name != "queue"])
+def test_every_study_runs_in_quick(study, shared_data, tmp_path, capsys):
+    runs = "--cache" if study == "continual" else "--runs"
+    command = [study, *QUICK.get(study, []), "--quick", "--data", str(shared_data)]
+    command += ["--out", str(tmp_path / "out"), runs, str(tmp_path / "runs")]
+    assert main(command) == 0, capsys.readouterr().err
+    assert list((tmp_path / "out").glob("*.md"))
+
+
+def test_unknown_studies_are_named(capsys):
+    assert main(["foo"]) == 2
+    assert "unknown study 'foo'" in capsys.readouterr().err
