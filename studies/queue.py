@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -89,6 +91,12 @@ def estimate(entries: Sequence[Entry], at_once: int) -> str:
     return f"about {hours:.1f} h{more}"
 
 
+def _end_with_parent() -> None:
+    """On Linux a job ends when the queue is killed, so that no job runs twice."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _logged(entry: Entry, job: Job, logs: Path) -> subprocess.Popen[bytes]:
     """Start a job in a process of one thread."""
     path = logs / entry.name / entry.store.path(job.key).relative_to(entry.store.folder)
@@ -103,6 +111,7 @@ def _logged(entry: Entry, job: Job, logs: Path) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
             env={**os.environ, **alone, "PYTHONPATH": paths},
         )
 
@@ -133,10 +142,12 @@ def _next(entries: Sequence[Entry], busy: set[tuple[str, str]]) -> tuple[Entry, 
 
 def work(entries: Sequence[Entry], at_once: int, logs: Path) -> list[str]:
     """Run all jobs; returns the names of those that failed."""
+    for entry in entries:  # finished, and stopped before the page
+        if not left(entry):
+            _page(entry)
     running: list[Started] = []
     tried: set[tuple[str, str]] = set()
     failed: list[str] = []
-    paged: set[str] = set()
     try:
         while True:
             while len(running) < at_once and (found := _next(entries, tried)):
@@ -156,8 +167,7 @@ def work(entries: Sequence[Entry], at_once: int, logs: Path) -> list[str]:
                 seconds = time.monotonic() - one.begin
                 print(f"{word} {name}, {seconds:.0f} s; {count} left, {estimate(entries, at_once)}")
                 sys.stdout.flush()
-                if good and not left(one.entry) and one.entry.name not in paged:
-                    paged.add(one.entry.name)
+                if good and not left(one.entry):
                     _page(one.entry)
     finally:
         for one in running:

@@ -13,6 +13,8 @@ from types import FrameType
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Triton's kernels run in its interpreter; it looks when kernels are first loaded.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -46,10 +47,20 @@ def test_core_dependencies_stay_light():
     assert (ROOT / "src/nestling/py.typed").exists()
 
 
+def test_studies_are_beside_the_package_not_in_it():
+    import tomllib
+
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert build["targets"] == {"wheel": {"packages": ["src/nestling"]}}
+    for path in SOURCES:
+        assert not re.search(r"^\s*(import|from) studies", path.read_text(), re.MULTILINE), path
+
+
 def test_constraints_pin_the_torch_that_ci_tests():
     pins = (ROOT / "constraints.txt").read_text().split()
     assert "torch==2.13.0" in pins
-    assert not [p for p in pins if p.startswith(("nvidia", "triton"))]
+    assert not [p for p in pins if p.startswith("nvidia")]
+    assert "triton==3.7.1" in pins  # (that torch's own; without its GPU libraries)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
@@ -64,3 +75,38 @@ def test_no_pickle(path):
 def test_math_and_models_are_free_of_distribution_code(room):
     for path in (ROOT / "src/nestling" / room).rglob("*.py"):
         assert "torch.distributed" not in path.read_text(), path
+
+
+TYPED = """
+import nestling
+reveal_type(nestling.adapt)
+reveal_type(nestling.NestlingForCausalLM)
+reveal_type(nestling.describe)
+reveal_type(nestling.Level(name="fast", chunk=8).chunk)
+"""
+
+
+def test_public_names_have_types(tmp_path):
+    """A user's mypy sees signatures, not Any (torch and transformers are left out: seconds)."""
+    (tmp_path / "user.py").write_text(TYPED)
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nfollow_imports = silent\n"
+        + "".join(
+            f"[mypy-{name}.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+            for name in ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+    )
+    adapt, model, describe, chunk = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert "chunks" in adapt
+    assert "nestling.adaptation.learner.Learner" in adapt
+    assert "nestling.models.modeling.NestlingForCausalLM" in model
+    assert "nestling.description" in describe
+    assert chunk != "Any"

@@ -171,15 +171,16 @@ _GUARD = threading.Lock()
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, wait: float = 0.0) -> Iterator[None]:
+def locked(folder: Path, *, wait: float = 0.0, name: str = ".lock") -> Iterator[None]:
     """Keep a folder for this process (and thread) while the block lasts.
 
     Waits at most `wait` seconds for another holder, then raises BusyError, which names it. The same
-    thread may lock a folder again inside. The lock is `flock` on `FOLDER/.lock`: it ends with the
-    process that holds it, however that ends, and leaves no file behind.
+    thread may lock a folder again inside. The lock is `flock` on `FOLDER/.lock` (or another `name`,
+    for a part of the folder): it ends with the process that holds it, however that ends, and leaves
+    no file behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = str(folder.resolve() / ".lock")
+    path = str(folder.resolve() / name)
     with _GUARD:
         held = _HELD.setdefault(path, _Held(threading.RLock(), [0]))
     if not held.thread.acquire(timeout=max(wait, 0.0)):

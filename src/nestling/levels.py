@@ -60,12 +60,28 @@ class Level:
     """One time scale: `chunk` items (tokens or steps) between two updates; `inf` never changes.
 
     Frequency (Def. 2) is derived, updates per item: `1 / chunk`.
+
+    early: smaller chunks at first, as (until, chunk) pairs: `early=((64, 8), (256, 32))` is due
+        every 8 items up to position 64, every 32 up to 256, and every `chunk` from there on.
     """
 
     name: str
     chunk: int | float
+    early: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        before = 0
+        for until, chunk in self.early:
+            if not (isinstance(until, int) and isinstance(chunk, int) and until > before):
+                raise ValueError(
+                    f"Level {self.name!r}: early is a list of (until, chunk) in growing order; got"
+                    f" {self.early!r}"
+                )
+            if chunk < 1 or not multiple(until, chunk):
+                raise ValueError(
+                    f"Level {self.name!r}: early: {until} must be a multiple of its chunk {chunk}"
+                )
+            before = until
         whole = isinstance(self.chunk, int) and not isinstance(self.chunk, bool)
         if not (self.chunk == math.inf or (whole and self.chunk >= 1)):
             raise ValueError(
@@ -80,7 +96,23 @@ class Level:
 
     def due(self, position: int) -> bool:
         """True when this level changes after `position` items (Eq. 71)."""
+        for until, chunk in self.early:
+            if position <= until:
+                return due(position, chunk)
         return due(position, self.chunk)
+
+    def next_due(self, position: int) -> int | None:
+        """The first position after `position` at which this level is due; None if there is none."""
+        for until, chunk in self.early:
+            if position < until:
+                return boundaries(position, until, chunk)[0]
+        ahead = boundaries(position, position + int(self.chunk), self.chunk) if self.finite else ()
+        return ahead[0] if ahead else None
+
+    @property
+    def finite(self) -> bool:
+        """False for a level that never changes."""
+        return self.chunk != math.inf
 
 
 class LevelUpdate(NamedTuple):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.train.recipe import Data, Model, Optim, Recipe, Run
+from studies.harness.models import seal, sealed
 
 __all__ = ["BASES", "Base", "load_base", "recipe"]
 
@@ -82,20 +83,20 @@ def load_base(name: str, data: Path, cache: Path, *, quick: bool = False) -> Bas
         model, tokenizer = load_pretrained(name)
         label = Path(name).name.split(".")[0]
         return Base(name=label, model=model.eval(), tokenizer=tokenizer, text=_lines(data))
-    chosen = recipe(name, data, cache, quick=quick)
     label = f"{name}-quick" if quick else name
     folder = cache / "bases" / label
-    if (folder / "model" / "config.json").is_file():
-        try:
-            return Base(name=label, text=_lines(data), **_saved(folder / "model"))
-        except RuntimeError:  # weights of another version of the model
-            shutil.rmtree(folder)
-    from nestling.train.trainer import train
+    if not sealed(folder / "model"):  # never made, or killed while it was exported
+        from nestling.train.trainer import train
 
-    outcome = train(chosen, folder)
-    if outcome.signal is not None:
-        raise KeyboardInterrupt
-    return Base(name=label, text=_lines(data), **_saved(folder / "model"))
+        outcome = train(recipe(name, data, cache, quick=quick), folder)
+        if outcome.signal is not None:
+            raise KeyboardInterrupt
+        seal(folder / "model", {"base": label})
+    try:
+        return Base(name=label, text=_lines(data), **_saved(folder / "model"))
+    except RuntimeError:  # weights of another version of the model
+        shutil.rmtree(folder)
+        return load_base(name, data, cache, quick=quick)
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -1,19 +1,6 @@
-"""`python -m studies continual`."""
+"""Learn classes (or languages) one task after another; compare methods.
 
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-__all__ = ["main", "parser", "run"]
-
-STREAMS = ("clinc150", "banking77", "dbpedia70", "dbpedia14")
-
-_EXAMPLES = """examples:
+examples:
   python -m studies continual banking77 --data ../shared/data
   python -m studies continual all --data ../shared/data --seeds 5      the whole study, resumable
   python -m studies continual clinc150 --method cms-4 --method ewc --base hope --data DATA
@@ -24,15 +11,37 @@ _EXAMPLES = """examples:
 
 Every run is one JSON file under --cache; start the same command again and it goes on. With --out a
 copy of all runs lies beside the page and stands in for a cache that is gone. Settings are chosen on
-a validation stream that the reported seeds never use."""
+a validation stream that the reported seeds never use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nestling.host import keep_memory
+from nestling.train.progress import preparing
+from studies.continual import languages, page, study
+from studies.continual.base import load_base
+from studies.continual.methods import METHODS
+from studies.continual.streams import STREAMS, load, sliced
+from studies.continual.study import Plan, Stage, Study, default_methods, stages
+from studies.harness.command import watched
+from studies.harness.store import Store
+
+__all__ = ["main"]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
+    about, _, examples = (__doc__ or "").partition("\n\n")
     made = argparse.ArgumentParser(
         prog="python -m studies continual",
-        description="Learn classes (or languages) one task after another; compare methods.",
-        epilog=_EXAMPLES,
+        description=about,
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("stream", help=f"{', '.join(STREAMS)}, all, translate, or page")
@@ -53,100 +62,80 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run(parser().parse_args(arguments))
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run what is missing, print tables, and write the page if asked."""
+    """Run what is missing, print tables, and write the pages if asked."""
+    given = parser().parse_args(arguments)
     known = (*STREAMS, "all", "translate", "page")
-    if arguments.stream not in known:
-        raise ValueError(f"unknown stream {arguments.stream!r}; known: {', '.join(known)}")
-    if arguments.seeds < 1:
-        raise ValueError(f"--seeds must be at least 1; got {arguments.seeds}")
-    if arguments.stream != "page":
-        if arguments.data is None:
+    if given.stream not in known:
+        raise ValueError(f"unknown stream {given.stream!r}; known: {', '.join(known)}")
+    if given.seeds < 1:
+        raise ValueError(f"--seeds must be at least 1; got {given.seeds}")
+    if given.stream == "page":
+        given.out = given.out or Path("docs/results")
+    else:
+        if given.data is None:
             raise ValueError("--data must name the folder of the data sets")
-        from nestling.host import keep_memory
-
         keep_memory()
-        if arguments.stream != "translate":
-            for stage in _stages(arguments):
-                _classify(arguments, stage)
-        if arguments.stream in ("translate", "all"):
-            _translate(arguments)
-    if arguments.stream == "page" and arguments.out is None:
-        arguments.out = Path("docs/results")
-    if arguments.out is not None:
-        _write(arguments)
+        if given.stream != "translate":
+            for stage in _stages(given):
+                _classify(given, stage)
+        if given.stream in ("translate", "all"):
+            _translate(given)
+    if given.out is not None:
+        _write(given)
     return 0
 
 
-def _store(arguments: argparse.Namespace, page: str) -> Any:
+def _store(given: argparse.Namespace, name: str) -> Store:
     """The runs; those of a page that lies in --out stand in for what the cache lacks."""
-    from studies.harness.store import Store
-
-    kept = arguments.out is not None and not arguments.quick
-    copy = arguments.out / f"{page}.json" if kept else None
-    return Store(arguments.cache / page, study=page, copy=copy, needs=("facts",))
+    kept = given.out is not None and not given.quick
+    copy = given.out / f"{name}.json" if kept else None
+    return Store(given.cache / name, study=name, copy=copy, needs=("facts",))
 
 
-def _write(arguments: argparse.Namespace) -> None:
+def _write(given: argparse.Namespace) -> None:
     """The pages of what was asked for, and a copy of the runs beside each."""
-    from studies.continual import page, study, translation_page, translation_study
-
     made = []
     for name, without, write, packed in (
         ("continual", ("translate",), page.write_page, study.packed),
-        ("languages", STREAMS, translation_page.write_languages, translation_study.packed),
+        ("languages", tuple(STREAMS), languages.write_page, languages.packed),
     ):
-        store = _store(arguments, name)
-        if arguments.stream in without:
+        store = _store(given, name)
+        if given.stream in without:
             continue
-        path = write(store, arguments.out, quick=arguments.quick)
+        path = write(store, given.out, quick=given.quick)
         if path is not None and store.copy is not None:
             store.gather(packed)
         made += [path] if path is not None else []
     if not made:
-        raise ValueError(
-            f"{arguments.cache}: no results yet; run `python -m studies continual STREAM`"
-        )
+        raise ValueError(f"{given.cache}: no results yet; run `python -m studies continual STREAM`")
     print("\n".join(f"page: {path}" for path in made))
 
 
-def _stages(arguments: argparse.Namespace) -> list[Any]:
+def _stages(given: argparse.Namespace) -> list[Stage]:
     """What to run: the whole study, or one stream as the options say."""
-    from studies.continual.methods import METHODS
-    from studies.continual.stages import Stage, default_methods, stages
-
-    methods = tuple(arguments.method or ())
+    methods = tuple(given.method or ())
     if unknown := [m for m in methods if m not in METHODS]:
         raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    if arguments.stream == "all":
-        planned = stages(arguments.pretrained)
-        return [replace(s, methods=tuple(m for m in s.methods if not methods or m in methods))
-                for s in planned]  # fmt: skip
+    if given.stream == "all":
+        return [
+            replace(stage, methods=tuple(m for m in stage.methods if not methods or m in methods))
+            for stage in stages(given.pretrained)
+        ]
     return [
         Stage(
-            base=arguments.base,
-            stream=arguments.stream,
-            methods=methods or default_methods(arguments.readout),
-            readout=arguments.readout,
-            per_class=arguments.per_class,
+            base=given.base,
+            stream=given.stream,
+            methods=methods or default_methods(given.readout),
+            readout=given.readout,
+            per_class=given.per_class,
         )
     ]
 
 
-def _classify(arguments: argparse.Namespace, stage: Any) -> None:
-    from nestling.train.progress import preparing
-    from studies.continual.base import load_base
-    from studies.continual.page import summary
-    from studies.continual.streams import load, sliced
-    from studies.continual.study import Plan, Study
-
-    quick = arguments.quick
-    base = load_base(stage.base, arguments.data, arguments.cache, quick=quick)
-    dataset = load(stage.stream, arguments.data)
+def _classify(given: argparse.Namespace, stage: Stage) -> None:
+    quick = given.quick
+    base = load_base(stage.base, given.data, given.cache, quick=quick)
+    dataset = load(stage.stream, given.data)
     if quick:
         dataset = sliced(dataset, classes=12, tasks=3, per_class=20)
     elif stage.per_class:
@@ -154,73 +143,35 @@ def _classify(arguments: argparse.Namespace, stage: Any) -> None:
         dataset = sliced(dataset, classes=count, tasks=dataset.tasks, per_class=stage.per_class)
     plan = Plan(
         readout=stage.readout,
-        tune=not (arguments.no_tuning or quick),
+        tune=not (given.no_tuning or quick),
         prompt_sample=16 if quick else 64,
     )
-    store = _store(arguments, "continual")
-    tuned = None
+    store, tuned = _store(given, "continual"), None
     if stage.tuned is not None and plan.tune:
-        other = load_base(stage.tuned[0], arguments.data, arguments.cache)
-        stream = load(stage.tuned[1], arguments.data)
-        tuned = Study(other, stream, arguments.cache, store, plan)
+        other = load_base(stage.tuned[0], given.data, given.cache)
+        tuned = Study(other, load(stage.tuned[1], given.data), given.cache, store, plan)
     with preparing(f"the texts of {dataset.name} with {base.name}") as seen:
-        study = Study(base, dataset, arguments.cache, store, plan, tuned=tuned, progress=seen)
-    seeds = min(arguments.seeds, 2) if quick else arguments.seeds
-    found = []
+        made = Study(base, dataset, given.cache, store, plan, tuned=tuned, progress=seen)
+    count = min(given.seeds, 2) if quick else given.seeds
+    seeds = range(given.first_seed, given.first_seed + count)
+    jobs = [(method, seed) for seed in seeds for method in stage.methods]  # balanced when stopped
     what = f"{base.name} on {stage.stream}, {stage.readout}"
-    with _bar(what, seeds * len(stage.methods)) as advance:
-        for seed in range(arguments.first_seed, arguments.first_seed + seeds):
-            for method in stage.methods:  # seed by seed, so that a stopped study is balanced
-                advance(f"{method}, seed {seed}")
-                found.append(study.run(method, seed))
-    print(f"{what}\n{summary(found)}")
+    found = [
+        made.run(*job) for job in watched(jobs, lambda job: f"{what}: {job[0]}, seed {job[1]}")
+    ]
+    print(f"{what}\n{page.summary(found)}")
 
 
-def _translate(arguments: argparse.Namespace) -> None:
-    from studies.continual.translation_page import translation_part
-    from studies.continual.translation_study import run_translation
-
-    store = _store(arguments, "languages")
-    with _bar("translation", None) as advance:
-        run_translation(
-            arguments.data,
-            arguments.cache,
-            store,
-            seeds=min(arguments.seeds, 1) if arguments.quick else arguments.seeds,
-            first=arguments.first_seed,
-            manchu=arguments.manchu,
-            quick=arguments.quick,
-            say=advance,
-        )
-    print("\n".join(translation_part(store, quick=arguments.quick)))
-
-
-class _bar:
-    """A bar in a terminal, one line per run elsewhere."""
-
-    def __init__(self, what: str, total: int | None) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self.bar: Any = None
-
-    def __enter__(self) -> Any:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self.bar = Progress(console=Console(stderr=True))
-            self.bar.__enter__()
-            self.task = self.bar.add_task(self.what, total=self.total)
-        return self.advance
-
-    def advance(self, note: str) -> None:
-        """One more run begins."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done, description=f"{self.what}: {note}")
-        else:
-            of = f"/{self.total}" if self.total else ""
-            print(f"{self.what}: {note} ({self.done + 1}{of})", file=sys.stderr, flush=True)
-        self.done += 1
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar is not None:
-            self.bar.__exit__(*error)
+def _translate(given: argparse.Namespace) -> None:
+    store = _store(given, "languages")
+    languages.run_all(
+        given.data,
+        given.cache,
+        store,
+        seeds=min(given.seeds, 1) if given.quick else given.seeds,
+        first=given.first_seed,
+        manchu_folder=given.manchu,
+        quick=given.quick,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print("\n".join(languages.tables(store, quick=given.quick)))

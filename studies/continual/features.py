@@ -32,7 +32,6 @@ __all__ = [
     "features_of",
     "label_embeddings",
     "last_channel",
-    "text_features",
 ]
 
 Progress = Callable[[int, int], None] | None
@@ -65,7 +64,7 @@ class Features:
     valid: Encoded
     test: Encoded
     labels: Tensor  # [C, D], see `label_embeddings`
-    text: Tensor | None = None  # [M, D], see `text_features`
+    text: Tensor | None = None  # [M, D], the base's general text below the cut
 
 
 def last_channel(model: nn.Module) -> nn.Module:
@@ -160,48 +159,35 @@ def features_of(
     pool: str = "mean",
     progress: Progress = None,
 ) -> Features:
-    """The data set's features, from the cache or computed now and kept there."""
-    reading: dict[str, Any] = {"length": length, "pool": pool, "progress": progress}
+    """The data set's features and the base's general text, from the cache or computed now."""
     splits = {"train": dataset.train, "valid": dataset.valid, "test": dataset.test}
-    facts = [base.name, _weight_sum(base.model), length, pool, dataset.classes]
-    facts += [[split.texts, split.labels] for split in splits.values()]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    name, folder = f"{base.name}-{dataset.name}-{key}", cache / "features"
-    tensors: dict[str, Tensor] = {}
-    with contextlib.suppress(BrokenFileError):
-        tensors = load_tree(folder, name)[0]
-    if not tensors:
-        for split, given in splits.items():
-            tensors[f"{split}.x"] = encode(base, given.texts, **reading)
-            tensors[f"{split}.y"] = torch.tensor(given.labels)
-        tensors["labels"] = label_embeddings(base, dataset.classes)
-        save_tree(folder, name, tensors, {"base": base.name, "stream": dataset.name})
+
+    def read(texts: Sequence[str]) -> Tensor:
+        return encode(base, texts, length=length, pool=pool, progress=progress)
+
+    def kept(what: str, facts: list[Any], make: Callable[[], dict[str, Tensor]]) -> Any:
+        known = [base.name, _weight_sum(base.model), length, pool, *facts]
+        key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        folder, name = cache / "features", f"{base.name}-{what}-{key}"
+        with contextlib.suppress(BrokenFileError):
+            return load_tree(folder, name)[0]
+        tensors = make()
+        save_tree(folder, name, tensors, {"base": base.name, "stream": what})
+        return tensors
+
+    def all_splits() -> dict[str, Tensor]:
+        tensors = {f"{split}.x": read(given.texts) for split, given in splits.items()}
+        tensors |= {f"{split}.y": torch.tensor(given.labels) for split, given in splits.items()}
+        return tensors | {"labels": label_embeddings(base, dataset.classes)}
+
+    facts = [dataset.classes, *([split.texts, split.labels] for split in splits.values())]
+    found = kept(dataset.name, facts, all_splits)
+    text = kept("text", [base.text], lambda: {"x": read(base.text)})["x"] if base.text else None
     made = {
-        s: Encoded(x=tensors[f"{s}.x"], y=tensors[f"{s}.y"], texts=given.texts)
-        for s, given in splits.items()
+        split: Encoded(x=found[f"{split}.x"], y=found[f"{split}.y"], texts=given.texts)
+        for split, given in splits.items()
     }
-    text = text_features(base, cache, **reading)
-    return Features(labels=tensors["labels"], text=text, **made)
-
-
-def text_features(
-    base: Base,
-    cache: Path,
-    *,
-    length: int = 48,
-    pool: str = "mean",
-    progress: Progress = None,
-) -> Tensor | None:
-    """[M, D]: the base's general text below the cut, kept in the cache; None where it has none."""
-    if not base.text:
-        return None
-    facts = json.dumps([base.name, _weight_sum(base.model), length, pool, base.text])
-    name = f"{base.name}-text-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    with contextlib.suppress(BrokenFileError):
-        return load_tree(cache / "features", name)[0]["x"]
-    made = encode(base, base.text, length=length, pool=pool, progress=progress)
-    save_tree(cache / "features", name, {"x": made}, {"base": base.name})
-    return made
+    return Features(labels=found["labels"], text=text, **made)
 
 
 def _weight_sum(model: nn.Module) -> float:

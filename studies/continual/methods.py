@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer, Retaining, capture
 from nestling.rules import retaining
-from studies.continual.adapting import Adapted
 from studies.continual.base import Base
 from studies.continual.baselines import (
     ClosedStart,
@@ -31,8 +31,8 @@ from studies.continual.baselines import (
 from studies.continual.continuum import ContinuumLearner
 from studies.continual.discriminant import Discriminant
 from studies.continual.features import Features
-from studies.continual.learner import Gradient, Method, Training
-from studies.continual.prompting import InContext, Proposals
+from studies.continual.learner import Extra, Gradient, Method, Training
+from studies.continual.prompting import Adapted, InContext, Proposals
 from studies.continual.top import Top, make_top
 
 __all__ = ["CHUNKS", "METHODS", "Arm", "Setting", "Setup", "build"]
@@ -95,9 +95,17 @@ def _optimizer(weights: Sequence[Any], s: Setting, factor: float = 1.0) -> torch
     return torch.optim.SGD(weights, lr=factor * s["scale"] * s["lr"])
 
 
-def _plain(setup: Setup, s: Setting) -> Method:
+def _plain(
+    setup: Setup,
+    s: Setting,
+    *,
+    extra: Callable[[Top], Extra] = lambda top: Extra(),
+    optimizer: Callable[[Sequence[Any], Setting], torch.optim.Optimizer] = _optimizer,
+) -> Method:
+    """Gradient descent on the adapted weights, with what a method adds to it."""
     top = setup.top()
-    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s))
+    weights = top.adapted()
+    return Gradient(top, optimizer(weights, s), setup.training(s), extra=extra(top))
 
 
 def _joint(setup: Setup, s: Setting) -> Method:
@@ -105,8 +113,7 @@ def _joint(setup: Setup, s: Setting) -> Method:
     top = setup.top()
     optimizer = torch.optim.AdamW(top.adapted(), lr=s["adam"], weight_decay=s["decay"])
     training = setup.training(s, loss="seen", rows=max(setup.rows, 64), anneal=True)
-    readout = _readout(setup, top, s)
-    start = ClosedStart(top, readout, s["temper"])
+    start = ClosedStart(top, _readout(setup, top, s), s["temper"])
     return Gradient(top, optimizer, training, extra=start, joint=True)
 
 
@@ -115,15 +122,16 @@ def _readout(setup: Setup, top: Top, s: Setting) -> Discriminant:
 
 
 def _ewc(setup: Setup, s: Setting) -> Method:
-    top, training = setup.top(), setup.training(s)
-    extra = Elastic(top, s["strength"], loss=training.loss)
-    return Gradient(top, _optimizer(top.adapted(), s), training, extra=extra)
+    loss = setup.training(s).loss
+    return _plain(setup, s, extra=lambda top: Elastic(top, s["strength"], loss=loss))
 
 
 def _replay(setup: Setup, s: Setting) -> Method:
-    top = setup.top()
-    extra = Replay(s["per_class"], setup.seed)
-    return Gradient(top, _optimizer(top.adapted(), s), setup.training(s), extra=extra)
+    return _plain(setup, s, extra=lambda top: Replay(s["per_class"], setup.seed))
+
+
+def _dynamic(setup: Setup, s: Setting) -> Method:
+    return _plain(setup, s, optimizer=lambda p, s: Dynamic(p, s["lr"], decay=s["decay"]))
 
 
 def _lora(setup: Setup, s: Setting) -> Method:
@@ -132,37 +140,17 @@ def _lora(setup: Setup, s: Setting) -> Method:
     return Gradient(network, _optimizer(weights, s), setup.training(s))
 
 
-def _dynamic(setup: Setup, s: Setting) -> Method:
-    top = setup.top()
-    optimizer = Dynamic(top.adapted(), s["lr"], decay=s["decay"])
-    return Gradient(top, optimizer, setup.training(s))
+def _levels(setup: Setup, s: Setting, *, frequency: bool, k: int = 4) -> Method:
+    """Eq. 71 with gradient descent or Adam: level l steps every C(l) steps.
 
-
-def _levels_plain(setup: Setup, s: Setting, k: int = 4) -> Method:
-    """Eq. 71 with gradient descent or Adam: level l steps every C(l) steps."""
+    With `frequency=False`, the control, levels differ in rate instead.
+    """
     top = setup.top(k)
-    parts = [
-        (
-            Level(name=f"level {i}", chunk=chunk),
-            weights,
-            lambda p, chunk=chunk: _optimizer(p, s, chunk ** s["power"]),
-        )
-        for i, (chunk, weights) in enumerate(zip(CHUNKS[k], top.levels(), strict=True))
-    ]
-    return Gradient(top, NestedOptimizer(parts), setup.training(s))
-
-
-def _rates_plain(setup: Setup, s: Setting, k: int = 4) -> Method:
-    """The control: levels that differ in rate, not in frequency."""
-    top = setup.top(k)
-    parts = [
-        (
-            Level(name=f"level {i}", chunk=1),
-            weights,
-            lambda p, chunk=chunk: _optimizer(p, s, chunk ** -s["power"]),
-        )
-        for i, (chunk, weights) in enumerate(zip(CHUNKS[k], top.levels(), strict=True))
-    ]
+    parts = []
+    for i, (chunk, weights) in enumerate(zip(CHUNKS[k], top.levels(), strict=True)):
+        level = Level(name=f"level {i}", chunk=chunk if frequency else 1)
+        factor = chunk ** (s["power"] if frequency else -s["power"])
+        parts.append((level, weights, partial(_optimizer, s=s, factor=factor)))
     return Gradient(top, NestedOptimizer(parts), setup.training(s))
 
 
@@ -249,7 +237,7 @@ def _cms_arm(k: int, *, frequency: bool = True) -> Arm:
     levels = f"CMS, {k} level{'s' if k > 1 else ''}, retaining"
     return Arm(
         title=levels if frequency else f"control: {k} rates instead of frequencies, retaining",
-        make=lambda setup, s: _cms(setup, s, k, frequency=frequency),
+        make=partial(_cms, k=k, frequency=frequency),
         default=_CMS_DEFAULT,
         first=tuple({"lr": lr, "shrink": s} for lr in (1e-3, 3e-3) for s in _SHRINKS),
         second=({"prior": 1.0}, {"stiff": 1000.0}),
@@ -262,7 +250,7 @@ def _adapt_arm(k: int) -> Arm:
     rates = {"gd": (0.03, 0.1, 0.3), "dgd": (0.1,), "adam": (1e-4, 3e-4)}
     return Arm(
         title=f"nestling.adapt, {k} level{'s' if k > 1 else ''}",
-        make=lambda setup, s: _adapt(setup, s, k),
+        make=partial(_adapt, k=k),
         default={"rule": "gd", "rate": 0.1, "keep": 1000.0, "epochs": 1},
         first=tuple({"rule": r, "rate": eta} for r, etas in rates.items() for eta in etas),
         second=tuple({"rule": "retaining", "rate": eta} for eta in (0.1, 1.0)),
@@ -303,7 +291,7 @@ METHODS: dict[str, Arm] = {
     ),
     "cms-sgd-4": Arm(
         title="CMS, 4 levels, plain",
-        make=_levels_plain,
+        make=partial(_levels, frequency=True),
         default={**_DEFAULT, "power": 0.5},
         first=_FIRST,
         second=_POWERS,
@@ -311,7 +299,7 @@ METHODS: dict[str, Arm] = {
     ),
     "rates-sgd-4": Arm(
         title="control: 4 rates instead of frequencies, plain",
-        make=_rates_plain,
+        make=partial(_levels, frequency=False),
         default={**_DEFAULT, "power": 0.5},
         first=_FIRST,
         second=_POWERS,

@@ -10,20 +10,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from studies.harness.verdict import Interval, difference, interval, verdict
-
 __all__ = [
-    "Interval",
     "average_accuracy",
     "backward_transfer",
-    "difference",
     "forgetting",
     "forgotten_share",
     "forward_transfer",
-    "interval",
     "intransigence",
     "learning_curve",
-    "verdict",
 ]
 
 Matrix = NDArray[np.float64]

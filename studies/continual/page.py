@@ -11,7 +11,9 @@ from typing import Any
 from nestling.files import write_atomic
 from studies.continual import metrics
 from studies.continual.methods import METHODS
+from studies.harness.page import table
 from studies.harness.store import Store
+from studies.harness.verdict import ENOUGH, Interval, difference, interval, verdict
 
 __all__ = ["compare", "summary", "write_page"]
 
@@ -24,8 +26,7 @@ MEASURES = {
     "best forgetting": lambda r: metrics.forgetting(r, best=True),
     "first accuracy": lambda r: statistics.fmean(r[j][j] for j in range(len(r))),
 }
-ENOUGH = 3
-"""Seeds below which nothing is claimed."""
+JUDGED = ("accuracy", "forgetting", "share forgotten")
 DRAWN = ("cms-4", "sequential", "ewc", "replay", "lda", "joint")
 
 
@@ -47,18 +48,18 @@ def summary(runs: Iterable[Run]) -> str:
     for name, seeds in _by_method(runs).items():
         cost = statistics.fmean(run["seconds"] for run in seeds.values())
         stored = max(run["stored"] for run in seeds.values())
-        accuracy = metrics.interval(_values(seeds, "accuracy"))
-        lost = metrics.interval(_values(seeds, "forgetting"))
+        accuracy = interval(_values(seeds, "accuracy"))
+        lost = interval(_values(seeds, "forgetting"))
         lines.append(f"{name:14} {accuracy!s:>14} {lost!s:>14} {cost:8.1f} {stored:10,}")
     return "\n".join(lines)
 
 
-def compare(ours: dict[int, Run], theirs: dict[int, Run], measure: str) -> metrics.Interval:
+def compare(ours: dict[int, Run], theirs: dict[int, Run], measure: str) -> Interval:
     """Our measure minus theirs, seed by seed over the seeds both have."""
     seeds = sorted(set(ours) & set(theirs))
     if not seeds:
         raise ValueError("no seed was run by both")
-    return metrics.difference(_values(ours, measure, seeds), _values(theirs, measure, seeds))
+    return difference(_values(ours, measure, seeds), _values(theirs, measure, seeds))
 
 
 CLAIMS = (
@@ -86,25 +87,28 @@ CLAIMS = (
 
 
 def _table(runs: Runs) -> list[str]:
-    lines = [
-        "| method | average accuracy % | forgetting % | share forgotten % | best minus last %"
-        " | accuracy when learned % | forward transfer % | intransigence % | processor s | passes"
-        " | numbers kept | setting |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = "method|average accuracy %|forgetting %|share forgotten %|best minus last %"
+    head += "|accuracy when learned %|forward transfer %|intransigence %|processor s|passes"
+    rows = []
     for name, seeds in runs.items():
-        shown = [str(metrics.interval(_values(seeds, measure))) for measure in MEASURES]
         ahead = [metrics.forward_transfer(r["matrix"], r["untrained"]) for r in seeds.values()]
         first = next(iter(seeds.values()))
-        setting = ", ".join(f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}"
-                            for k, v in first["facts"]["setting"].items())  # fmt: skip
-        lines.append(
-            f"| {METHODS[name].title} | {' | '.join(shown)} | {metrics.interval(ahead)} |"
-            f" {_stiffness(runs, name)} |"
-            f" {statistics.fmean(r['seconds'] for r in seeds.values()):.1f} |"
-            f" {first['passes']:,} | {max(r['stored'] for r in seeds.values()):,} | {setting} |"
+        setting = first["facts"]["setting"].items()
+        rows.append(
+            (
+                METHODS[name].title,
+                *(interval(_values(seeds, measure)) for measure in MEASURES),
+                interval(ahead),
+                _stiffness(runs, name),
+                f"{statistics.fmean(r['seconds'] for r in seeds.values()):.1f}",
+                f"{first['passes']:,}",
+                f"{max(r['stored'] for r in seeds.values()):,}",
+                ", ".join(
+                    f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in setting
+                ),
+            )
         )
-    return lines
+    return table([*head.split("|"), "numbers kept", "setting"], rows)
 
 
 def _stiffness(runs: Runs, name: str) -> str:
@@ -114,15 +118,14 @@ def _stiffness(runs: Runs, name: str) -> str:
     if not seeds:
         return "-"
     found = [metrics.intransigence(runs[name][s]["matrix"], joint[s]["matrix"][-1]) for s in seeds]
-    return str(metrics.interval(found))
+    return str(interval(found))
 
 
 def _verdicts(groups: dict[str, Runs]) -> list[str]:
-    lines = [
-        "| claim | stream | accuracy | difference % | forgetting | difference % | share forgotten |"
-        " difference % |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["claim", "stream"]
+    for measure in JUDGED:
+        head += [measure, "difference %"]
+    lines = table(head, [])
     for claim, ours, theirs in CLAIMS:
         for where, runs in groups.items():
             shared = set(runs.get(ours, {})) & set(runs.get(theirs, {}))
@@ -131,14 +134,11 @@ def _verdicts(groups: dict[str, Runs]) -> list[str]:
             if len(shared) < ENOUGH:
                 lines.append(f"| {claim} | {where} | unfinished: {len(shared)} seeds | | | | | |")
                 continue
-            gain = compare(runs[ours], runs[theirs], "accuracy")
-            lost = compare(runs[ours], runs[theirs], "forgetting")
-            share = compare(runs[ours], runs[theirs], "share forgotten")
-            lines.append(
-                f"| {claim} | {where} | **{metrics.verdict(gain)}** | {gain} |"
-                f" **{metrics.verdict(lost, higher=False)}** | {lost} |"
-                f" **{metrics.verdict(share, higher=False)}** | {share} |"
-            )
+            cells = []
+            for measure in JUDGED:
+                gap = compare(runs[ours], runs[theirs], measure)
+                cells += [f"**{verdict(gap, higher=measure == 'accuracy')}**", gap]
+            lines += table([], [(claim, where, *cells)])[2:]
     return lines
 
 
@@ -150,7 +150,7 @@ def _curves(runs: Runs, path: Path) -> None:
         if name not in runs:
             continue
         curves = [metrics.learning_curve(run["matrix"]) for run in runs[name].values()]
-        points = [metrics.interval(list(values)) for values in zip(*curves, strict=True)]
+        points = [interval(list(values)) for values in zip(*curves, strict=True)]
         x = list(range(1, len(points) + 1))
         bands = len(curves) > 1
         drawn.append(

@@ -1,6 +1,8 @@
-"""Methods that never change a weight: in-context learning, and InCA.
+"""Methods that read lines `text => label`: in-context learning, InCA, and `nestling.adapt`.
 
-A prompt is lines `text => label`; the language model scores label texts after the last `=>`.
+The language model scores label texts after the last `=>`. The first two change no weight; the third
+learns the lines as one stream through the public interface, without a readout, a task boundary or a
+class that is known to it.
 
 Shapes: N texts, T tokens, C classes, V vocabulary.
 """
@@ -15,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.adaptation import adapt
 from studies.continual.base import Base
 from studies.continual.features import Encoded
 from studies.continual.learner import Method
 
-__all__ = ["InContext", "Proposals", "label_scores", "line"]
+__all__ = ["Adapted", "InContext", "Proposals", "label_scores", "line"]
 
 _ARROW = " =>"
 
@@ -173,3 +176,43 @@ class Proposals(Method):
     def stored(self) -> int:
         kept = sum(len(_ids(self.base, text, self.length)) for text in self.summary.values())
         return kept + self.proposer.stored()
+
+
+class Adapted(Method):
+    """A model adapted by `nestling.adapt(model, chunks, rate=..., rule=...)` (Eq. 71)."""
+
+    def __init__(
+        self,
+        base: Base,
+        classes: Sequence[str],
+        chunks: Sequence[int],
+        *,
+        rate: float,
+        rule: Any = "gd",
+        epochs: int = 1,
+        seed: int = 0,
+        length: int = 24,
+    ) -> None:
+        self.base, self.classes, self.epochs, self.length = base, tuple(classes), epochs, length
+        self.learner = adapt(base.model, chunks, rate=rate, rule=rule, tokenizer=base.tokenizer)
+        self._asked = InContext(base, classes, shots=1, length=length)  # with no line before it
+        self._generator = torch.Generator().manual_seed(seed)
+        self.passes = 0
+
+    def learn(self, data: Encoded, classes: Sequence[int]) -> None:
+        for _ in range(self.epochs):
+            order = torch.randperm(len(data.y), generator=self._generator).tolist()
+            self.passes += len(order)
+            lines = (self._line(data.texts[i], int(data.y[i])) for i in order)
+            self.learner.learn(torch.tensor([token for one in lines for token in one]))
+        self.learner.new_text()
+
+    def _line(self, text: str, label: int) -> list[int]:
+        return line(self.base, text, self.classes[label], self.length)
+
+    def scores(self, data: Encoded) -> Tensor:
+        with self.learner.reading():
+            return self._asked.scores(data)
+
+    def stored(self) -> int:
+        return sum(self.learner.size()[level.name] for level in self.learner.levels) // 4

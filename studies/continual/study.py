@@ -1,13 +1,12 @@
 """The study: tune on the validation stream, run every seed on the test stream, keep every run.
 
-One JSON file per run, so that a stopped study goes on where it was, and a results page can be made
-at any time from what is there.
+`stages` is what the whole study runs: bases, streams, readouts, slices, methods.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,15 +18,17 @@ from studies.continual.base import Base
 from studies.continual.features import Encoded, Progress, features_of
 from studies.continual.methods import METHODS, Setting, Setup, build
 from studies.continual.protocol import run_stream
-from studies.continual.streams import Dataset, class_order
+from studies.continual.streams import STREAMS, Dataset, class_order
 from studies.harness.store import Store, key_of
+from studies.harness.tuning import ranked
 
-__all__ = ["FIRST_SEED", "TUNING_SEED", "Plan", "Store", "Study", "packed"]
+__all__ = ["TUNING_SEED", "Plan", "Stage", "Study", "default_methods", "packed", "stages"]
 
 TUNING_SEED = 1000
 """The class order that settings are chosen on; never one of the reported seeds."""
-FIRST_SEED = 10
-"""Reported seeds begin here; 0 to 9 were looked at while the methods were built."""
+CORE = ("sequential", "ewc", "replay", "cms-1", "cms-4", "ncm", "lda", "joint")
+READING = ("sequential", "ewc", "cms-1", "cms-4", "joint", "adapt-1", "adapt-3", "icl")
+"""Methods that can answer with label texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,12 @@ class Study:
         if not (self.plan.tune and first):
             return default
 
-        def ranked(tried: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return sorted(tried, key=lambda s: self._try(method, s), reverse=True)
+        def score(setting: Setting) -> float:
+            return self._try(method, setting)
 
-        best = ranked([{**default, **change} for change in first])[:2]
-        return ranked([best[0], *({**one, **more} for one in best for more in arm.second)])[0]
+        some = ranked([{**default, **change} for change in first], score)[:2]
+        more = [{**one, **change} for one in some for change in arm.second]
+        return ranked([some[0], *more], score)[0]
 
     def _try(self, method: str, setting: Setting) -> float:
         """A setting on the whole training data, judged by the validation split."""
@@ -159,3 +161,50 @@ def _balanced(data: Encoded, count: int, tasks: Sequence[Sequence[int]], seed: i
         queues.append([first[i] for i in order] + mixed[len(task) :])
     picked = [row for turn in zip_longest(*queues) for row in turn if row is not None]
     return data.at(torch.tensor(picked[:count]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One base model on one stream; `per_class` takes a slice of the data.
+
+    `tuned`: base and stream whose settings are used for every method, instead of trials of its own.
+    """
+
+    base: str
+    stream: str
+    methods: tuple[str, ...]
+    readout: str = "head"
+    per_class: int | None = None
+    tuned: tuple[str, str] | None = None
+
+
+def default_methods(readout: str) -> tuple[str, ...]:
+    """The methods that make sense with a readout: `adapt` reads and answers with label texts."""
+    if readout == "label":
+        return READING
+    return tuple(name for name, arm in METHODS.items() if arm.group != "adapt")
+
+
+def stages(pretrained: str | None = None) -> Iterator[Stage]:
+    """The whole study; a pretrained model, if there is one, on slices.
+
+    Settings are chosen with the small Transformer on each stream; other base models use them, and
+    DBpedia-14 uses those of DBpedia-70, for every method alike.
+    """
+    small, three = "transformer", tuple(STREAMS)[:3]
+    for stream in three:
+        yield Stage(base=small, stream=stream, methods=default_methods("head"))
+    for stream in three:
+        yield Stage(base="hope", stream=stream, methods=CORE, tuned=(small, stream))
+    yield Stage(base=small, stream="dbpedia14", methods=CORE, tuned=(small, "dbpedia70"))
+    yield Stage(base=small, stream="banking77", methods=READING[:5], readout="label")
+    yield Stage(base=small, stream="banking77", methods=READING, readout="label", per_class=10)
+    if pretrained is not None:
+        for stream, count in zip(three, (20, 20, 10), strict=True):
+            yield Stage(
+                base=pretrained,
+                stream=stream,
+                methods=CORE,
+                per_class=count,
+                tuned=(small, stream),
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.files import BrokenFileError, sync_folder, write_atomic
+from nestling.files import sync_folder, write_atomic
 from nestling.models import NestlingForCausalLM, presets
 from nestling.tree import tree_leaves
 
@@ -26,11 +25,14 @@ __all__ = [
     "kept_model",
     "parameters",
     "predict",
+    "seal",
+    "sealed",
     "state_size",
     "weighted",
 ]
 
 IGNORE = -100
+_SEAL = "kept.json"
 
 
 class LSTM(nn.Module):
@@ -113,20 +115,32 @@ def keep_model(model: Any, folder: Path, facts: dict[str, Any]) -> None:
         shutil.rmtree(left, ignore_errors=True)
     building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     model.save_pretrained(building)
-    sizes = {path.name: path.stat().st_size for path in building.iterdir()}
-    write_atomic(building / "kept.json", json.dumps({"facts": facts, "files": sizes}).encode())
+    seal(building, facts)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(building, folder)
     sync_folder(folder.parent)
 
 
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Say that a folder is whole: the sizes of its files, written last."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != _SEAL}
+    write_atomic(folder / _SEAL, json.dumps({"facts": facts, "files": sizes}).encode())
+
+
+def sealed(folder: Path) -> bool:
+    """Whether a folder holds all the files it had when it was sealed."""
+    try:
+        files = json.loads((folder / _SEAL).read_text())["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
 def kept_model(folder: Path) -> NestlingForCausalLM | None:
     """The model that was kept in a folder, or None if there is no whole one."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        files = json.loads((folder / "kept.json").read_text())["files"]
-        if all((folder / name).stat().st_size == size for name, size in files.items()):
-            try:
-                return NestlingForCausalLM.from_pretrained(folder).eval()
-            except (BrokenFileError, RuntimeError):  # weights of another version of the model
-                return None
-    return None
+    if not sealed(folder):
+        return None
+    try:
+        return NestlingForCausalLM.from_pretrained(folder).eval()
+    except (OSError, ValueError, RuntimeError):  # weights of another version of the model
+        return None

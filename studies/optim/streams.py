@@ -80,13 +80,13 @@ def run(stream: str, rule: Rule, rates: Tensor, seed: int, seeds: int) -> dict[s
     return {"final": last.sum(-1), "online": online, "forgetting": lost}
 
 
-def compare() -> dict[str, Any]:
+def compare(rates: Tensor = RATES) -> dict[str, Any]:
     """Every stream and rule: the best rate and its numbers on 30 seeds not used to find it."""
     results: dict[str, Any] = {}
     for stream in STREAMS:
         for name, rule in RULES.items():
-            trial = run(stream, rule, RATES, seed=1, seeds=10)["final"].mean(1)
-            rate = RATES[trial.nan_to_num(nan=torch.inf).argmin()]
+            trial = run(stream, rule, rates, seed=1, seeds=10)["final"].mean(1)
+            rate = rates[trial.nan_to_num(nan=torch.inf).argmin()]
             numbers = run(stream, rule, rate[None], seed=2, seeds=SEEDS)
             results.setdefault(stream, {})[name] = {
                 "rate": float(rate),

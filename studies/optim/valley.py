@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ def needed(rule: Rule, rates: Tensor, starts: Tensor, k: float) -> Tensor:
     return steps
 
 
-def compare() -> dict[str, Any]:
+def compare(walls: Sequence[float] = STEEPNESS) -> dict[str, Any]:
     """Every steepness and rule: tuned on 50 starts, measured on 100 others and the paper's."""
     generator = torch.Generator().manual_seed(0)
     starts = 8.0 * torch.rand(150, 2, generator=generator) - 4.0
     tuning, fresh = starts[:50], torch.cat([torch.tensor([SURFACE_START]), starts[50:]])
     results: dict[str, Any] = {}
-    for k in STEEPNESS:
+    for k in walls:
         for name, rules in RULES.items():
             scores = torch.stack([needed(rule, RATES, tuning, k).mean(1) for rule in rules])
             i, j = divmod(int(scores.argmin()), len(RATES))

@@ -14,6 +14,7 @@ from nestling.adaptation.slots import assign_levels
 from nestling.adaptation.watch import Alarm, Limits
 from nestling.continuum import Continuum, MemoryLevel
 from nestling.continuum.engine import TRANSFERS
+from nestling.files import BrokenFileError
 from nestling.rules import Rule
 
 __all__ = ["RULES", "adapt", "load_learner"]
@@ -136,6 +137,15 @@ def load_learner(
     model: Any, folder: str | Path, *, tokenizer: Any = None, **changed: Any
 ) -> Learner:
     """A learner made as a saved memory says, with what it has learned; `changed` overrides."""
+    try:
+        return _load_learner(model, folder, tokenizer, changed)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise BrokenFileError(f"{folder}: not a memory's settings: {error!r}") from error
+
+
+def _load_learner(
+    model: Any, folder: str | Path, tokenizer: Any, changed: dict[str, Any]
+) -> Learner:
     settings = {**read_meta(Path(folder))["settings"], **changed}
     if isinstance(settings["rule"], list) and "custom" in settings["rule"]:
         raise ValueError(

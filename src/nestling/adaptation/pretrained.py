@@ -55,6 +55,8 @@ def load_pretrained(
         if path.suffix == ".bin":
             return load_llama2c(path), load_llama2c_tokenizer(_tokenizer_of(path))
         if path.suffix == ".gguf":
+            if not path.exists():
+                raise OSError("no such file")
             check_gguf(path)
             options |= {"gguf_file": path.name}
             return _load(path.parent, options, dtype or torch.float32, strict)

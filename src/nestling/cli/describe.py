@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         out = Path(arguments.out)
         if out.suffix not in (".html", ".svg"):
-            raise ValueError(f"--out must end in .html or .svg; got {arguments.out}")
+            raise ValueError(f"--out must end in .svg or .html; got {arguments.out}")
         if not out.parent.is_dir():
             raise ValueError(f"--out: there is no folder {out.parent}")
     model = build(arguments.model, arguments.size, download=arguments.download)

@@ -4,7 +4,14 @@
 `engine` how levels learn, `stream` how tokens are read; `Continuum` puts them over any model.
 """
 
-from nestling.continuum.assignment import Part, Slot, level_names, level_parts, own_slots
+from nestling.continuum.assignment import (
+    Part,
+    Slot,
+    level_names,
+    level_parts,
+    own_slots,
+    shared_slots,
+)
 from nestling.continuum.continuum import Continuum, meta_loss
 from nestling.continuum.fast import Factors, Fast
 from nestling.continuum.layers import (
@@ -48,4 +55,5 @@ __all__ = [
     "meta_loss",
     "naive",
     "own_slots",
+    "shared_slots",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "own_slots",
     "owned",
     "shapes",
+    "shared_slots",
     "weight_of",
 ]
 
@@ -90,6 +91,18 @@ def own_slots(model: nn.Module) -> tuple[Slot, ...]:
             " name the slots"
         )
     return tuple(slots)
+
+
+def shared_slots(model: nn.Module, levels: int) -> tuple[Slot, ...]:
+    """Every linear layer's matrix as a slot on which all levels have a difference."""
+    names = [
+        f"{path}.weight" if path else "weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    if not names:
+        raise ValueError(f"model: {type(model).__name__} has no linear layer to learn in")
+    return tuple(Slot(name, tuple(Part(level) for level in range(levels))) for name in names)
 
 
 def weight_of(model: nn.Module, name: str) -> tuple[Tensor, bool]:

@@ -1,4 +1,4 @@
-"""The continuum memory system over any causal language model (Eq. 70-74)."""
+"""The continuum memory system over any causal language model, or any module with a loss."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from nestling.continuum.assignment import Owned, Slot, weight_of
 from nestling.continuum.engine import TRANSFERS, Engine, Rate
 from nestling.continuum.state import ContinuumState, MemoryLevel, Output
 from nestling.continuum.stream import TokenStream, begin, context_limit
+from nestling.continuum.supervised import Loss, PairStream
 
 __all__ = ["METAS", "Continuum", "meta_loss"]
 
@@ -20,11 +21,14 @@ METAS = (None, "frozen", "first_order", "second_order")
 
 
 class Continuum(nn.Module):
-    """A language model whose chosen weights are memories that learn what it reads (Eq. 71).
+    """A model whose chosen weights are memories that learn what it reads (Eq. 71).
 
-        continuum = Continuum(model, levels, slots)
+        continuum = Continuum(model, levels, slots)              a causal language model
         state = continuum.init(batch=1)
         logits, losses, state, updates = continuum(ids, state)
+
+        continuum = Continuum(net, levels, slots, loss=loss)     any module with a loss
+        outputs, losses, state, updates = continuum(inputs, state, targets=targets)
 
     Pure: the state goes in and comes out, the model is not changed, and several continua (also in
     several threads) may share one model.
@@ -41,6 +45,9 @@ class Continuum(nn.Module):
         `max_position_embeddings` (a memory model has no limit).
     segment: at most so many pairs in one backward pass; None: as many as the schedule allows.
     learn_rates: the levels' rates become a parameter, `log_rate`.
+    loss: for a module that is no language model, `loss(outputs, targets)` of N examples, not
+        reduced: [N] or more dimensions. The module then sees plain batches of examples, and the
+        stream consists of (input, target) pairs [B, T, ...].
     """
 
     def __init__(
@@ -55,8 +62,17 @@ class Continuum(nn.Module):
         context: int | None = None,
         segment: int | None = None,
         learn_rates: bool = False,
+        loss: Loss | None = None,
     ) -> None:
         super().__init__()
+        if loss is None and not hasattr(model, "config"):
+            raise ValueError(
+                f"{type(model).__name__} is no language model: give a loss, as in Continuum(model,"
+                " levels, slots, loss=lambda outputs, targets: ...)"
+            )
+        if loss is not None and (context is not None or segment is not None):
+            raise ValueError("context and segment belong to token streams; got them with a loss")
+        self.loss = loss
         for name, value in (("context", context), ("segment", segment)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 position; got {value}")
@@ -64,7 +80,7 @@ class Continuum(nn.Module):
         self.engine = Engine(
             model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
-        limit = context_limit(model)
+        limit = None if loss is not None else context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)
         self.segment = segment
         self.log_rate: nn.Parameter | None = None
@@ -106,6 +122,7 @@ class Continuum(nn.Module):
         meta: str | None = None,
         keep_logits: bool = True,
         measure: bool = True,
+        targets: Tensor | None = None,
     ) -> Output:
         """Read `ids` [B, T] and learn from every pair whose target is now known (Eq. 71).
 
@@ -117,7 +134,14 @@ class Continuum(nn.Module):
             weights as constants, "second_order" through every update (also by `log_rate`).
         keep_logits: False gives only the last token's logits.
         measure: norms in `updates` (nan otherwise).
+        targets: with a `loss`: what the inputs `ids` [B, T, ...] are to give, [B, T, ...].
         """
+        if self.loss is not None:
+            return self._pairs(ids, targets, state, learn, meta, measure)
+        if targets is not None:
+            raise ValueError(
+                "targets belong to a module with a loss; a stream of tokens has its own"
+            )
         state = self.init(ids.shape[0]) if state is None and ids.dim() == 2 else state
         state = self._check(ids, state, learn, meta)
         with torch.inference_mode(False):
@@ -134,6 +158,39 @@ class Continuum(nn.Module):
                 return stream.read(ids.clone(), state)
             wanted = torch.ones_like(ids, dtype=torch.bool) if learn is True else learn
             return stream.learn(ids.clone(), wanted, state)
+
+    def _pairs(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None,
+        state: ContinuumState | None,
+        learn: bool | Tensor,
+        meta: str | None,
+        measure: bool,
+    ) -> Output:
+        """`forward` for a module with a loss."""
+        if targets is None:
+            raise ValueError("a module with a loss learns from pairs: give targets=")
+        if inputs.dim() < 2 or inputs.shape[1] == 0 or targets.shape[:2] != inputs.shape[:2]:
+            raise ValueError(
+                "inputs and targets must be [batch, pairs, ...] with at least one pair; got"
+                f" {tuple(inputs.shape)} and {tuple(targets.shape)}"
+            )
+        state = self.init(inputs.shape[0]) if state is None else state
+        if state.batch != inputs.shape[0]:
+            raise ValueError(f"the state holds {state.batch} streams, the inputs {inputs.shape[0]}")
+        if meta not in METAS:
+            raise ValueError(f"meta must be one of {METAS}; got {meta!r}")
+        wanted = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+        if isinstance(learn, Tensor):
+            wanted = learn.to(torch.bool).expand_as(wanted)
+        if self.loss is None:
+            raise ValueError("this continuum has no loss")
+        with torch.inference_mode(False):
+            rates = self.rates(graph=meta == "second_order")
+            stream = PairStream(self.engine, self.loss, rates, meta=meta, measure=measure)
+            learning = learn is not False and bool(self.engine.wiring.order)
+            return stream.learn(inputs, targets, wanted, state, learn=learning)
 
     def delta(self, state: ContinuumState, slot: str) -> Tensor | None:
         """All levels' difference on one slot as a matrix [B, Do, Di]; None if nothing learned."""

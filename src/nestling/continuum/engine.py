@@ -23,7 +23,7 @@ from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weigh
 from nestling.continuum.fast import Factors, Fast
 from nestling.continuum.reading import LiveSlot, Reading
 from nestling.continuum.state import LevelState, MemoryLevel, Pairs
-from nestling.levels import LevelUpdate, boundaries, multiple
+from nestling.levels import LevelUpdate, multiple
 from nestling.rules.core import Gates, Write
 from nestling.tree import state_detach, tree_map
 
@@ -69,13 +69,17 @@ class Wiring:
         place = self.order.index(level) + 1
         return self.order[place] if self.transfer and place < len(self.order) else None
 
+    def needed(self, position: int, last: int) -> set[int]:
+        """The levels that will be due at or after `position`, in a stream that ends at `last`."""
+        if self.transfer is not None:
+            return set(self.order)
+        ends = {number: self.levels[number].next_due(position - 1) for number in self.order}
+        return {number for number, end in ends.items() if end is not None and end <= last}
+
     def next_boundary(self, start: int) -> int | None:
         """The first position after `start` at which any level is due."""
-        ends: list[int] = []
-        for number in self.order:
-            chunk = int(self.levels[number].chunk)
-            ends += boundaries(start, start + chunk, chunk)[:1]
-        return min(ends, default=None)
+        ends = (self.levels[number].next_due(start) for number in self.order)
+        return min((end for end in ends if end is not None), default=None)
 
 
 def wire(
@@ -144,6 +148,7 @@ def _feeder(
         n
         for n in active
         if fastest < levels[n].chunk < levels[number].chunk
+        and not (levels[n].early or levels[number].early)
         and multiple(levels[number].chunk, levels[n].chunk)
         and [own.key for own in parts[n]] == mine
         and (levels[n].rank is None) == (levels[number].rank is None)
@@ -162,6 +167,8 @@ def _check_nested(levels: list[MemoryLevel], transfer: str) -> None:
             )
         if transfer == "second_order" and (fast.rank is not None or slow.rank is not None):
             raise ValueError("transfer='second_order' needs rank=None")
+        if fast.early or slow.early:
+            raise ValueError(f"transfer={transfer!r}: nested levels have one chunk each, no early")
         if math.inf in (fast.chunk, slow.chunk):
             raise ValueError(f"transfer={transfer!r}: every level needs a finite chunk")
 
@@ -658,11 +665,13 @@ class Engine:
         outer: bool = False,
         measure: bool = True,
         owned: set[int] | None = None,
+        needed: set[int] | None = None,
     ) -> tuple[tuple[LevelState, ...], list[LevelUpdate]]:
         """Every level after a segment that ends at `position` (Eq. 71-72).
 
         Levels that are due update, fastest first, all from the weights the segment was read with.
-        segment: None when there was nothing to learn. live: the slots as the segment read them.
+        segment: None when there was nothing to learn. needed: the levels that must collect it
+        (None: all). live: the slots as the segment read them.
         rates: of every level. graph: keep the history of every update. outer: an outer loss will be
         differentiated through all of it, so no level's history ends here. owned: the levels whose
         differences nobody else holds, which may be overwritten; levels that step are added.
@@ -671,7 +680,7 @@ class Engine:
         with torch.set_grad_enabled(graph):
             if segment is not None:
                 for number in self.wiring.order:
-                    if self.wiring.feeder[number] is None:
+                    if self.wiring.feeder[number] is None and (needed is None or number in needed):
                         new[number] = collect(new[number], segment, self.wiring, number)
             return self._step(new, live, position, rates, graph, outer, measure, owned)
 

@@ -179,8 +179,8 @@ def _update(
 ) -> None:
     """One update of one level (Eq. 71); the rule sees the weight the model has read with."""
     each.step += 1
+    count = position - (each.changed[-1] if each.changed else 0) if mean else 1
     each.changed.append(position)
-    count = each.level.chunk if mean else 1
     gates = Gates(each.rate, each.level.retain, each.step)
     for place, own in enumerate(each.own):
         name = slots[own.slot].name

@@ -113,14 +113,17 @@ class Outer:
         ]
         return pair_up(reading, surprises, graph=False)
 
-    def credit(self, segment: Segment, levels: tuple[LevelState, ...]) -> None:
-        """Add the gradients of the slots and of the levels' rates."""
+    def credit(self, segment: Segment, levels: tuple[LevelState, ...], needed: set[int]) -> None:
+        """Add the gradients of the slots and of the levels' rates.
+
+        needed: the levels that will collect the segment, whose gradients are formed in any case.
+        """
         wiring, dtype = self.engine.wiring, levels[0].seen.dtype
         formed: dict[int, Tensor] = {}
         for number in wiring.order:
             for own, fast in zip(wiring.parts[number], levels[number].fast, strict=True):
                 readers = wiring.readers[own.key] + 1
-                if wiring.levels[number].rank is None:
+                if number in needed and wiring.levels[number].rank is None:
                     gradient = segment.compact(own, dtype, readers)
                     if isinstance(gradient, Tensor) and own.part.axis is None:
                         formed[own.slot] = gradient
@@ -157,6 +160,7 @@ class TokenStream:
     in one backward pass. meta: what can be differentiated, as for `Continuum.forward`; with
     `truncate` the cache is a constant at the start of every segment. outer: gathers the gradients
     of an outer loss, whose targets [B, T] (IGNORE: none) are those of the new tokens' logits.
+    final: nobody goes on from the state afterwards, so levels collect only what they will use.
     """
 
     def __init__(
@@ -173,12 +177,14 @@ class TokenStream:
         targets: Tensor | None = None,
         keep_logits: bool = True,
         measure: bool = True,
+        final: bool = False,
     ) -> None:
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
         self.run = run or _own_run(engine.model)
         self.cut = meta is None or truncate  # the cache is a constant between segments
         self.outer, self.targets = outer, targets
+        self.final, self.last = final, 0  # the last pair's position, known once reading begins
         self.meta, self.keep_logits, self.measure = meta, keep_logits, measure
         self.graph = meta == "second_order" or self.wiring.transfer == "second_order"
         self.constant = meta in (None, "frozen")
@@ -221,6 +227,7 @@ class TokenStream:
         waiting = state.tokens.shape[1]  # tokens at the front whose logits were given already
         start, begin = int(state.start[0]), int(state.begin[0])
         levels, cache, ahead, last = state.levels, state.cache, state.ahead, state.last
+        self.last = start + tokens.shape[1] - 1
         if waiting == 0:
             self.losses.append(first_loss(ids, last))
         while True:
@@ -310,7 +317,7 @@ class TokenStream:
         found = outer.backward(loss, reading)
         none = torch.zeros_like(levels[0].seen)
         with torch.no_grad(), _exact(loss):
-            outer.credit(Segment(found, none, none), levels)
+            outer.credit(Segment(found, none, none), levels, set())
 
     def _take(self, many: int) -> Tensor:
         """The outer targets of the next tokens: [B, many]."""
@@ -334,6 +341,7 @@ class TokenStream:
         skip: tokens at its front that were answered in an earlier call.
         """
         outer, graph = self.outer, self.graph
+        needed = self.wiring.needed(position, self.last) if self.final else set(self.wiring.order)
         some, live = bool(wanted.any()), self._live(levels)
         record = some or outer is not None
         reading = Reading(live, tokens.shape[0], record=record, constant=self.constant)
@@ -352,7 +360,7 @@ class TokenStream:
             self._take(tokens.shape[1] - 1)
             segment = Segment(outer.backward(learned.sum(), reading), count, total)
             with torch.no_grad(), _exact(logits):
-                outer.credit(segment, levels)
+                outer.credit(segment, levels, needed)
         elif some:
             keep = graph or self.meta is not None or outer is not None
             with torch.enable_grad(), _exact(logits):
@@ -371,6 +379,7 @@ class TokenStream:
                 outer=self.meta == "second_order",
                 measure=self.measure,
                 owned=self.made,
+                needed=needed,
             )
         self.updates += updates
         if self.meta is None:

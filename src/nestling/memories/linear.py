@@ -26,7 +26,8 @@ from nestling.memories.core import (
     whole_number,
 )
 from nestling.norm import unit
-from nestling.scan import scan
+from nestling.scan import BACKENDS, scan
+from nestling.scan.checks import one_of
 from nestling.tree import state_start
 
 __all__ = [
@@ -49,7 +50,8 @@ class LinearConfig:
     everything, "fixed" forgets at one pace per head (RetNet), "gated" as each token says. rate:
     "one", or "gated"; negative doubles gated rates, so that eigenvalues reach -1. chunk: tokens
     solved together, without effect on the result. conv_each: the causal convolution acts on each
-    projection instead of once before them.
+    projection instead of once before them. backend: which kernels run the scan, a name from
+    `nestling.scan.BACKENDS`; "auto" is Triton's or fla's on CUDA and the chunked form elsewhere.
     """
 
     width: int
@@ -62,10 +64,12 @@ class LinearConfig:
     conv: int = 4
     conv_each: bool = False
     gate: bool = True
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         check_sizes(self.width, self.heads, self.conv)
         whole_number("chunk", self.chunk)
+        one_of("backend", self.backend, ("auto", *BACKENDS))
         if self.retain not in ("all", "fixed", "gated"):
             raise ValueError(f"retain must be 'all', 'fixed' or 'gated'; got {self.retain!r}")
         if self.rate not in ("one", "gated"):
@@ -76,7 +80,10 @@ class LinearConfig:
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
         rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
-        return scan(weight, k, v, rate, retain, q, rule=rule, chunk=self.chunk, check=False)
+        return scan(
+            weight, k, v, rate, retain, q,
+            rule=rule, chunk=self.chunk, check=False, backend=self.backend,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ from nestling.memories.core import (
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
-from nestling.scan.self_modifying import scan_self_modifying
+from nestling.scan.checks import one_of
+from nestling.scan.self_modifying import SELF_BACKENDS, scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 from nestling.scan.self_modifying.segment import project, recall
 
@@ -183,6 +184,8 @@ class SelfModifyingConfig:
     gate: the input gates the reads.
     recompute: keep only each chunk's first weights and compute the rest again in the backward pass:
         less memory, about a third more time in the scan.
+    backend: which kernels run the scan, "auto", "chunk" or "triton"; "auto" is Triton's on CUDA,
+        where they have a form for these options, and the chunked form elsewhere.
     """
 
     width: int
@@ -196,9 +199,11 @@ class SelfModifyingConfig:
     chunk_others: int = 64
     gate: bool = True
     recompute: bool = False
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         check_sizes(self.width, self.heads)
+        one_of("backend", self.backend, SELF_BACKENDS)
         for name, kind in GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(
@@ -342,8 +347,9 @@ class SelfModifying(Memory):
         inputs = self._inputs(opened, valid, added)
         where = where_heads(state.position, position, self.config.heads)
         y, weights, start = scan_self_modifying(
-            self.rule, inputs, fold(state.weights), fold(state.start), where, self.config.recompute
-        )
+            self.rule, inputs, fold(state.weights), fold(state.start), where,
+            self.config.recompute, self.config.backend,
+        )  # fmt: skip
         y = self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
         weights, start = (unfold(part, x.shape[0]) for part in (weights, start))
         after = advance(state.position, x, valid)
@@ -538,6 +544,7 @@ def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
         chunk_others=config.chunk_others,
         gate=False,
         recompute=config.recompute,
+        backend=config.backend,
     )
 
 

@@ -35,7 +35,7 @@ except ImportError as error:
 LEARNING = ("frozen", "first_order", "second_order")
 """How the initial states of learning levels are trained."""
 
-_ENTRY = {"name", "chunk", "rate", "retain"}
+_ENTRY = {"name", "chunk", "rate", "retain", "early"}
 _LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
 
 
@@ -52,7 +52,8 @@ class NestlingConfig(PreTrainedConfig):
     levels: the continuum memory's levels, fastest first: `[{"name": "fast", "chunk": 512}, ...]`;
         chunk None never changes. A level with a `rate` above 0 learns while the model reads, one
         step of gradient descent every `chunk` tokens (Eq. 71), and with `retain` below 1 drifts
-        back to where it began; without a rate it is frozen within a sequence.
+        back to where it began; without a rate it is frozen within a sequence. `early` gives it
+        smaller chunks at first: `[[64, 8], [256, 32]]` is 8 up to token 64, then 32 up to 256.
     learning: how the learning levels' initial states are trained (Eq. 73): "first_order" (by the
         gradient at the adapted weights, nearly as cheap as plain training), "second_order" (by the
         true gradient, through every update) or "frozen" (not at all).
@@ -181,6 +182,7 @@ class NestlingConfig(PreTrainedConfig):
                 chunk=level.chunk,
                 rate=float(entry.get("rate", 0.0)),
                 retain=float(entry.get("retain", 1.0)) if entry.get("rate") else 1.0,
+                early=level.early,
             )
             for level, entry in zip(self.level_list, self.levels or [], strict=True)
         )
@@ -229,7 +231,11 @@ class NestlingConfig(PreTrainedConfig):
                     f" and if it learns a rate (and retain); got {entry!r}"
                 )
         return tuple(
-            Level(name=e["name"], chunk=math.inf if e["chunk"] is None else e["chunk"])
+            Level(
+                name=e["name"],
+                chunk=math.inf if e["chunk"] is None else e["chunk"],
+                early=tuple(tuple(pair) for pair in e.get("early", ())),
+            )
             for e in self.levels
         )
 

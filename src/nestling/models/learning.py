@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -78,6 +79,37 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
+def constant(model: Any) -> Any:
+    """The same model with constants for parameters: what only reads forms no gradients of them.
+
+    It shares the parameters' memory, so it follows their training; it is made anew when they are
+    replaced (moved, cast, loaded into other memory). Sharded models are left as they are.
+    """
+    if any(hasattr(module, "unshard") for module in model.modules()):
+        return model
+    kept = _CONSTANTS.get(model)
+    now = [parameter.data_ptr() for parameter in model.parameters()]
+    if kept is None or kept[0] != now or kept[1].training != model.training:
+        kept = (now, _without_gradients(model))
+        _CONSTANTS[model] = kept
+    return kept[1]
+
+
+_CONSTANTS: WeakKeyDictionary[Any, tuple[list[int], Any]] = WeakKeyDictionary()
+
+
+def _without_gradients(module: Any) -> Any:
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_engine"})
+    parameters = module._parameters.items()
+    twin.__dict__["_parameters"] = {n: None if p is None else p.detach() for n, p in parameters}
+    children = module._modules.items()
+    twin.__dict__["_modules"] = {
+        n: None if child is None else _without_gradients(child) for n, child in children
+    }
+    return twin
+
+
 def outer_targets(
     ids: Tensor, labels: Tensor | None, shifted: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
@@ -122,6 +154,8 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
 
 
 def _learn(model: Any, request: Request) -> Result:
+    if request.meta is None and request.targets is None:
+        model = constant(model)
     with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
         engine, cache = engine_of(model), request.cache
         ids = request.ids.clone()
@@ -182,6 +216,7 @@ class _Reader:
             targets=targets,
             keep_logits=request.keep_logits,
             measure=request.measure,
+            final=request.cache is None,
         )
         if all(self.silent):
             out = stream.read(group.ids, state)

@@ -277,6 +277,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             of levels let only these learn. measure: the norms in the output's `updates`.
         """
         learned = getattr(past_key_values, "learned", None) is not None
+        learn = learn if isinstance(learn, bool) else tuple(learn) or False
         if learned or (learn is not False and self.learns):
             if input_ids is None:
                 raise ValueError("levels learn from tokens: give input_ids, or learn=False")
@@ -288,7 +289,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
                 labels,
                 use_cache,
                 logits_to_keep,
-                learn if isinstance(learn, bool) else tuple(learn),
+                learn,
                 measure,
                 kwargs,
             )
@@ -305,7 +306,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
         loss = None
-        if labels is not None:
+        if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

@@ -2,7 +2,8 @@
 
 A packed corpus is a folder named by a fingerprint of its sources and tokenizer, with `tokens.bin`
 (little-endian uint16 or uint32), `starts.bin` (int64, where each document starts, and the end) and
-`packed.json`. It is made in a temporary folder and renamed when complete, so it is whole or absent.
+`packed.json` with the checksums of both. It is made in a hidden folder and renamed when complete,
+so it is whole or absent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,12 +22,22 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from nestling.files import sync_folder
+from nestling.files import (
+    BrokenFileError,
+    BusyError,
+    locked,
+    open_regular,
+    read_json,
+    sync_folder,
+    write_atomic,
+)
 from nestling.train.corpus import Corpus
 
 __all__ = ["Encoder", "PackedCorpus", "prepare"]
 
-FORMAT = 2
+FORMAT = 3
+_BLOCK = 1 << 22  # numbers that are verified at once
+_PATIENCE = 24 * 3600.0  # seconds to wait for another process that makes the same corpus
 
 
 class Encoder(Protocol):
@@ -57,17 +67,57 @@ class PackedCorpus:
         return len(self.starts) - 1
 
     @classmethod
-    def open(cls, folder: Path) -> PackedCorpus:
-        """Map a packed corpus; an error says what is wrong with the folder."""
-        try:
-            facts = json.loads((folder / "packed.json").read_text())
-            tokens = np.memmap(folder / "tokens.bin", dtype=facts["dtype"], mode="r")
-            starts = np.memmap(folder / "starts.bin", dtype="<i8", mode="r")
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{folder}: not a packed corpus: {error}") from error
-        if len(tokens) != facts["tokens"] or len(starts) != facts["documents"] + 1:
-            raise ValueError(f"{folder}: the packed corpus is cut short; delete the folder")
-        return cls(folder=folder, tokens=tokens, starts=starts, vocab_size=facts["vocab_size"])
+    def open(cls, folder: Path, *, verify: bool = True) -> PackedCorpus:
+        """Map a packed corpus; an error says what is wrong with the folder.
+
+        With `verify` every byte is read once: both checksums must hold, and no token may lie beyond
+        the vocabulary.
+        """
+        facts = read_json(folder / "packed.json", 1 << 20)[0]
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise BrokenFileError(f"{folder}: not a packed corpus of format {FORMAT}")
+        if facts.get("check") != _check(facts):
+            raise BrokenFileError(f"{folder}: packed.json was altered; delete the folder")
+        if facts["dtype"] not in ("<u2", "<u4"):
+            raise BrokenFileError(f"{folder}: tokens of the unknown type {facts['dtype']!r}")
+        maps = []
+        for file, dtype, count in (
+            ("tokens.bin", facts["dtype"], facts["tokens"]),
+            ("starts.bin", "<i8", facts["documents"] + 1),
+        ):
+            with open_regular(folder / file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != count * np.dtype(dtype).itemsize or not count:
+                    raise BrokenFileError(
+                        f"{folder / file}: {size} bytes, not {count} numbers: the packed corpus is"
+                        " cut short; delete the folder"
+                    )
+                maps.append(np.memmap(opened, dtype=dtype, mode="r"))
+        tokens, starts = maps
+        made = cls(folder=folder, tokens=tokens, starts=starts, vocab_size=facts["vocab_size"])
+        if verify:
+            made._verify(facts)
+        return made
+
+    def _verify(self, facts: dict[str, Any]) -> None:
+        for name, numbers in (("tokens", self.tokens), ("starts", self.starts)):
+            digest, largest = hashlib.sha256(), 0
+            for begin in range(0, len(numbers), _BLOCK):
+                block = np.ascontiguousarray(numbers[begin : begin + _BLOCK])
+                digest.update(block.data)
+                largest = max(largest, int(block.max()))
+            if digest.hexdigest() != facts[name + "_sha256"]:
+                raise BrokenFileError(
+                    f"{self.folder / name}.bin: its SHA-256 is not the saved one: the file was"
+                    " altered; delete the folder"
+                )
+            if name == "tokens" and largest >= self.vocab_size:
+                raise BrokenFileError(
+                    f"{self.folder}: token {largest} is beyond the vocabulary of {self.vocab_size}"
+                )
+        steps = np.diff(self.starts)
+        if self.starts[0] != 0 or self.starts[-1] != len(self.tokens) or (steps < 0).any():
+            raise BrokenFileError(f"{self.folder}: its documents do not follow each other")
 
 
 def prepare(
@@ -77,29 +127,51 @@ def prepare(
     *,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    verify: bool = True,
 ) -> PackedCorpus:
     """Encode the documents of some sources, in order, once; later calls map the result.
 
     Every document ends with the tokenizer's end-of-text token. `progress(documents, tokens)` is
     called now and then. Memory stays constant: text is encoded in pieces by `workers` processes
-    and appended in order.
+    and appended in order. Processes that want the same text at once take turns, and what a killed
+    one left is removed.
     """
     folder = cache / _fingerprint(corpora, encoder)
-    if (folder / "packed.json").exists():
-        return PackedCorpus.open(folder)
-    cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=cache, prefix=f".{folder.name}."))
+    if not (folder / "packed.json").exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache)
+        with locked(cache, name=f".{folder.name}.lock", wait=_PATIENCE):
+            if not (folder / "packed.json").exists():  # nobody made it meanwhile
+                _make(cache, folder, corpora, encoder, workers, progress)
+    return PackedCorpus.open(folder, verify=verify)
+
+
+def _make(
+    cache: Path,
+    folder: Path,
+    corpora: Sequence[Corpus],
+    encoder: Encoder,
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    building = cache / f".{folder.name}.building"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
     try:
         _build(building, corpora, encoder, workers, progress)
-        try:
-            os.rename(building, folder)
-        except OSError:  # another process was quicker
-            if not (folder / "packed.json").exists():
-                raise
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(building, folder)
         sync_folder(cache)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-    return PackedCorpus.open(folder)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes left half made (those at work hold their locks)."""
+    for building in cache.glob(".*.building"):
+        name = building.name.removesuffix(".building")
+        with contextlib.suppress(BusyError), locked(cache, name=f"{name}.lock"):
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _fingerprint(corpora: Sequence[Corpus], encoder: Encoder) -> str:
@@ -117,8 +189,8 @@ def _build(
     dtype = "<u2" if encoder.vocab_size <= 1 << 16 else "<u4"
     documents = total = 0
     with contextlib.ExitStack() as stack:
-        tokens = stack.enter_context(open(folder / "tokens.bin", "wb"))
-        starts = stack.enter_context(open(folder / "starts.bin", "wb"))
+        tokens = _Hashed(stack.enter_context(open(folder / "tokens.bin", "wb")))
+        starts = _Hashed(stack.enter_context(open(folder / "starts.bin", "wb")))
         starts.write(np.int64(0).tobytes())
         pieces = (piece for corpus in corpora for piece in corpus.pieces())
         for encoded in _encode_all(pieces, encoder, dtype, workers, stack):
@@ -132,18 +204,33 @@ def _build(
                 progress(documents, total)
         if documents == 0:
             raise ValueError(f"no text in {', '.join(c.source for c in corpora) or 'no sources'}")
-        _flush(tokens, starts)
-    facts = {
+        _flush(tokens.file, starts.file)
+    facts: dict[str, Any] = {
         "format": FORMAT,
         "dtype": dtype,
         "tokens": total,
         "documents": documents,
         "vocab_size": encoder.vocab_size,
+        "tokens_sha256": tokens.digest.hexdigest(),
+        "starts_sha256": starts.digest.hexdigest(),
     }
-    with open(folder / "packed.json", "w") as file:
-        json.dump(facts, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomic(folder / "packed.json", json.dumps(facts | {"check": _check(facts)}).encode())
+
+
+class _Hashed:
+    """A file that is written and hashed at once."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.digest.update(data)
+
+
+def _check(facts: dict[str, Any]) -> str:
+    own = {key: facts[key] for key in sorted(facts) if key != "check"}
+    return hashlib.sha256(json.dumps(own).encode()).hexdigest()
 
 
 def _flush(*files: IO[Any]) -> None:

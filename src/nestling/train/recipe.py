@@ -17,11 +17,18 @@ __all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model: a preset, its mixer, and fields of its configuration to set."""
+    """Which model: a preset, its mixer, and fields of its configuration to set.
+
+    start: a folder with a saved model whose weights it begins with (a warm start); what is not
+        there, such as learned rates, begins as ever.
+    grow: the step from which each level learns while it reads; none: all from the first.
+    """
 
     preset: str = "tiny"  # tiny, small, base, hope_760m, hope_1b3
     mixer: str = "hope"  # hope, hope_attention, transformer, titans, deltanet, ...
     fields: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"num_hidden_layers": 2}
+    start: str | None = None
+    grow: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +245,26 @@ def small() -> Recipe:
     )
 
 
+def _learning() -> dict[str, Any]:
+    """Gated levels side by side that learn while they read."""
+    chunks = {"fast": 64, "middle": 256, "slow": 512}
+    levels = [{"name": name, "chunk": chunk, "rate": 0.2} for name, chunk in chunks.items()]
+    return {"topology": "parallel", "activation": "swiglu", "levels": levels}
+
+
+def hope() -> Recipe:
+    """A Hope of 1M parameters whose levels learn while it reads, trained for that (Eq. 71, 73)."""
+    return Recipe(
+        model=Model(fields=_learning()), data=Data(length=1024), run=Run(rows=4, eval_windows=16)
+    )
+
+
+def hope_attention() -> Recipe:
+    """As hope, with window attention in place of self-modifying memories."""
+    fields = {**_learning(), "mixer_options": {"attention": {"window": 128}}}
+    return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
+
+
 def hope_760m() -> Recipe:
     """The paper's 760M Hope: 30B tokens, windows of 4,096, on many GPUs through torchrun."""
     return _paper("hope_760m", steps=60_000, lr=1.5e-3)
@@ -273,7 +300,7 @@ def _paper(preset: str, steps: int, lr: float) -> Recipe:
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (tiny, stream, small, hope_760m, hope_1b3)
+    f.__name__: f for f in (tiny, stream, small, hope, hope_attention, hope_760m, hope_1b3)
 }
 
 

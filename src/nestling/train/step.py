@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,19 @@ def loss_sum(
     states: Any = None,
     *,
     keep: bool = False,
+    learn: bool | Sequence[str] = True,
 ) -> tuple[Tensor, Any]:
-    """The summed next-token loss of a batch, and the memory states after it (when kept)."""
+    """The summed next-token loss of a batch, and the memory states after it (when kept).
+
+    learn: which levels learn while they read, in a model whose levels do; that model computes the
+    loss itself, as its gradients are made on the way.
+    """
     options: dict[str, Any] = {"use_cache": keep}
+    if getattr(getattr(model, "module", model), "learns", False):
+        targets = batch.targets.to(device)
+        options |= {"shift_labels": targets, "num_items_in_batch": 1.0, "learn": learn}
+        mask = None if bool(batch.mask.all()) else batch.mask.to(device)
+        return model(input_ids=batch.ids.to(device), attention_mask=mask, **options).loss, None
     if keep and states is not None:
         options["past_key_values"] = MemoryCache(len(states), states)
     mask = None if bool(batch.mask.all()) else batch.mask.to(device)  # decided before it moves
@@ -95,6 +105,8 @@ def gradients(
     world: World,
     carry: list[Any] | None = None,
     restarts: Restarts | None = None,
+    *,
+    learn: bool | Sequence[str] = True,
 ) -> Gradients:
     """Add the gradient of the batch's mean loss to `.grad`, the mean taken over all processes.
 
@@ -113,7 +125,7 @@ def gradients(
         anew = restarts.rows(piece.fresh) if restarts else contextlib.nullcontext()
         with anew, _synchronised(model, last):
             with precision(run, world):
-                loss, states = loss_sum(model, piece, world.device, states, keep=keep)
+                loss, states = loss_sum(model, piece, world.device, states, keep=keep, learn=learn)
             # DDP and FSDP average over processes; the sum over all of them is what counts.
             (loss * (world.size / total)).backward()
         summed += loss.detach()

@@ -7,13 +7,13 @@ import difflib
 import math
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nestling.description import Timeline
 from nestling.files import locked
@@ -37,7 +37,10 @@ __all__ = [
     "Trainer",
     "TrainingFailedError",
     "check",
+    "effects",
     "evaluate",
+    "learning_levels",
+    "level_measures",
     "load_data",
     "make_batches",
     "make_model",
@@ -155,7 +158,15 @@ def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, 
     packed = []
     for what, corpora in (("training text", train), ("validation text", valid)):
         with preparing(what, speak=world.main) as progress:
-            packed.append(prepare(corpora, encoder, cache, workers=data.workers, progress=progress))
+            found = prepare(
+                corpora,
+                encoder,
+                cache,
+                workers=data.workers,
+                progress=progress,
+                verify=world.main,  # once for all processes
+            )
+            packed.append(found)
     if world.main:
         world.barrier()
     return encoder, packed[0], packed[1]
@@ -166,11 +177,17 @@ PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
 
 def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot run, before anything is made or written."""
-    _config(recipe, {})
+    _check_levels(recipe, _config(recipe, {}))
     if recipe.optim.name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"optim.name must be one of {known}; got {recipe.optim.name!r}")
     check_tokenizer(recipe.data.tokenizer)
+    cpu = not torch.cuda.is_available()
+    if recipe.run.precision == "bf16" and cpu and bf16_speed() is None:
+        raise ValueError(
+            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
+            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        )
     for source in (*recipe.data.train, *recipe.data.valid):
         Corpus(source=source).check()
 
@@ -201,8 +218,29 @@ def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
         raise ValueError(f"model.fields: {error}") from error
 
 
+def _check_levels(recipe: Recipe, config: Any) -> None:
+    grow, names = recipe.model.grow, [level.name for level in config.memory_levels]
+    if grow and len(grow) != len(names):
+        raise ValueError(
+            f"model.grow must give the first step of each of the {len(names)} levels"
+            f" {', '.join(names)}; got {grow}"
+        )
+    if config.learns and recipe.data.order == "sequential" and recipe.data.carry:
+        raise ValueError(
+            "levels that learn while they read begin anew with every window of a training run: set"
+            " data.carry=false, or give the levels no rate"
+        )
+
+
+def learning_levels(recipe: Recipe, model: Any, step: int) -> list[str]:
+    """The levels that learn while they read at this step of a run (level growth)."""
+    levels = model.config.memory_levels
+    grow = recipe.model.grow or (0,) * len(levels)
+    return [lv.name for lv, first in zip(levels, grow, strict=True) if lv.active and step >= first]
+
+
 def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
-    """A fresh model for the recipe; the vocabulary is the tokenizer's."""
+    """A fresh model for the recipe, or its warm start; the vocabulary is the tokenizer's."""
     from nestling.models import NestlingForCausalLM
 
     special = encoder.tokenizer
@@ -219,7 +257,10 @@ def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
             f" {encoder.vocab_size}"
         )
     torch.manual_seed(recipe.run.seed)
-    return NestlingForCausalLM(_config(recipe, fields))
+    config = _config(recipe, fields)
+    if recipe.model.start is None:
+        return NestlingForCausalLM(config)
+    return NestlingForCausalLM.from_pretrained(recipe.model.start, config=config)
 
 
 def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
@@ -231,22 +272,70 @@ def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, packed: PackedCorpus, recipe: Recipe, world: World) -> float:
-    """The mean next-token loss on the first windows of a packed corpus."""
-    rows = max(world.size, min(recipe.run.rows, recipe.run.eval_windows))
+def evaluate(
+    model: nn.Module,
+    packed: PackedCorpus,
+    recipe: Recipe,
+    world: World,
+    *,
+    learn: bool | Sequence[str] = True,
+    windows: int | None = None,
+) -> float:
+    """The mean next-token loss on the first windows of a packed corpus.
+
+    learn: which levels learn while they read, in a model whose levels do.
+    """
+    windows = recipe.run.eval_windows if windows is None else windows
+    rows = max(world.size, min(recipe.run.rows, windows))
     batches = Shuffled(packed=packed, rows=rows, length=recipe.data.length, seed=0)
-    steps = max(1, min(recipe.run.eval_windows, batches.windows) // rows)
+    steps = max(1, min(windows, batches.windows) // rows)
     summed, count = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
     model.eval()
     for step in range(steps):
         batch = batches(step, world.rank, world.size)
         with precision(recipe.run, world):
-            loss, _ = loss_sum(model, batch, world.device)
+            loss, _ = loss_sum(model, batch, world.device, learn=learn)
         summed += loss
         count += float((batch.targets != IGNORE).sum())
     model.train()
     total, count = world.sum(float(summed), count)
     return total / count
+
+
+EFFECT_WINDOWS = 8
+"""Windows of validation text on which the effect of each level is measured."""
+
+
+def effects(
+    model: nn.Module,
+    packed: PackedCorpus,
+    recipe: Recipe,
+    world: World,
+    levels: Sequence[str],
+) -> dict[str, float]:
+    """What each learning level is worth on a slice of the text, in nats per token.
+
+    The effect of a level is the loss with it frozen minus the loss with all of them learning.
+    """
+
+    def loss(names: Sequence[str]) -> float:
+        return evaluate(model, packed, recipe, world, learn=names, windows=EFFECT_WINDOWS)
+
+    together = loss(levels)
+    return {name: loss([each for each in levels if each != name]) - together for name in levels}
+
+
+@torch.no_grad()
+def level_measures(model: Any, ids: Tensor, levels: Sequence[str]) -> dict[str, float]:
+    """Each learning level's gradient norm and distance at its last update on some text."""
+    model.eval()
+    updates = model(ids, measure=True, use_cache=False, learn=levels).updates
+    model.train()
+    found = {}
+    for update in updates or ():
+        found[f"inner_gradient_norm/{update.level}"] = float(update.grad_norm.mean())
+        found[f"distance/{update.level}"] = float(update.distance.mean())
+    return found
 
 
 # The run
@@ -269,7 +358,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, folder: Path, world: World, progress: Progress) -> None:
         self.recipe, self.folder, self.world, self.progress = recipe, folder, world, progress
         if recipe.run.precision == "bf16" and world.device.type == "cpu" and world.main:
-            _check_bf16(progress)
+            _warn_of_bf16(progress)
         self.encoder, train, self.valid = load_data(recipe, world)
         self.batches = make_batches(recipe, train)
         self.bare = make_model(recipe, self.encoder)
@@ -384,7 +473,15 @@ class Trainer:
         """One optimizer step, skipped as a whole if the loss or gradient is not finite."""
         memory, optim = self.memory, self.recipe.optim
         batch = self.batches(memory.step, self.world.rank, self.world.size)
-        found = gradients(self.model, batch, self.recipe.run, self.world, self.carry, self.restarts)
+        found = gradients(
+            self.model,
+            batch,
+            self.recipe.run,
+            self.world,
+            self.carry,
+            self.restarts,
+            learn=self.learning or False,
+        )
         norm = _norm(self.bare, optim.clip)
         facts = {"loss": found.loss, "gradient_norm": norm, "tokens": found.tokens}
         if (memory.step + 1) % self.progress.every == 0:
@@ -421,9 +518,27 @@ class Trainer:
                 f" {self._advice()}"
             )
 
+    @property
+    def learning(self) -> list[str]:
+        """The levels that learn while they read at this step."""
+        return learning_levels(self.recipe, self.bare, self.memory.step)
+
+    def _judge_levels(self) -> None:
+        """Log what each learning level does, and what it is worth."""
+        worth = effects(self.model, self.valid, self.recipe, self.world, self.learning)
+        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        facts = {f"effect/{name}": value for name, value in worth.items()}
+        facts |= level_measures(self.model, batch.ids[:1].to(self.world.device), self.learning)
+        self.progress.record(self.memory.step, facts)
+        says = ", ".join(f"{name} {value:+.4f}" for name, value in worth.items())
+        self.progress.say(f"step {self.memory.step}: effect of the levels: {says}")
+
     def judge(self) -> None:
-        """Evaluate, and remember whether it got better."""
-        loss = evaluate(self.model, self.valid, self.recipe, self.world)
+        """Evaluate, and remember whether it got better; learning levels tell their effect."""
+        learn = self.learning or False
+        loss = evaluate(self.model, self.valid, self.recipe, self.world, learn=learn)
+        if learn:
+            self._judge_levels()
         memory = self.memory
         if loss < memory.best:
             self.memory = memory._replace(best=loss, best_step=memory.step, stale=0)
@@ -452,15 +567,10 @@ class Trainer:
         return self.memory.step >= run.steps or stale
 
 
-def _check_bf16(progress: Progress) -> None:
-    """Refuse bf16 where this CPU faults on it, and say so where it is slower than float32."""
+def _warn_of_bf16(progress: Progress) -> None:
+    """Say so where this CPU is slower in bf16 than in float32."""
     speed = bf16_speed()
-    if speed is None:
-        raise ValueError(
-            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
-            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-        )
-    if speed < 1.0:
+    if speed is not None and speed < 1.0:
         progress.say(
             f"run.precision=bf16 is emulated on this CPU: {speed:.2f}x the speed of float32; take"
             " run.precision=float32"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from studies.__main__ import main
-from studies.continual.base import recipe
+from studies.continual.base import load_base, recipe
 
 
 def test_the_quick_slice(shared_data, tmp_path, capsys):
@@ -44,6 +45,28 @@ def test_a_half_trained_base_goes_on_however_its_data_is_spelled(
     monkeypatch.chdir(shared_data.parent)
     plain = recipe("hope", Path(shared_data.name), tmp_path)
     assert plain == recipe("hope", shared_data.resolve(), tmp_path)
+
+
+def test_a_base_killed_while_it_was_exported_is_made_whole(shared_data, tmp_path):
+    """Whatever an export left behind, the next start ends with the same model."""
+    made = load_base("transformer", shared_data, tmp_path, quick=True).model
+    first = [weight.detach().clone() for weight in made.parameters()]
+    del made  # its weights are read from the file that is harmed below
+    folder = tmp_path / "bases" / "transformer-quick" / "model"
+    wanted = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "kept.json"}
+    weights = next(folder.glob("*.safetensors"))
+    for harm in ("cut", "gone", "unsealed"):
+        if harm in ("cut", "gone"):
+            begin = weights.read_bytes()[:100]
+            weights.unlink()
+            if harm == "cut":
+                weights.write_bytes(begin)
+        else:
+            (folder / "kept.json").unlink()
+        again = load_base("transformer", shared_data, tmp_path, quick=True)
+        assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "kept.json"} == wanted
+        for one, other in zip(first, again.model.parameters(), strict=True):
+            assert torch.equal(one, other), harm
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from studies.continual import metrics
+from studies.harness import verdict
 
 R = [
     [0.9, 0.1, 0.2],
@@ -45,11 +46,11 @@ def test_one_task_forgets_nothing():
 
 
 def test_interval_of_five_values():
-    found = metrics.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = verdict.interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
     assert found.half == pytest.approx(2.776 * math.sqrt(2.5 / 5))
-    assert math.isnan(metrics.interval([1.0]).half)
-    assert metrics.difference([2.0, 3.0], [1.0, 2.0]) == (1.0, 0.0)
+    assert math.isnan(verdict.interval([1.0]).half)
+    assert verdict.difference([2.0, 3.0], [1.0, 2.0]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [[], [[1.0, 2.0]], [1.0]])
@@ -64,7 +65,7 @@ def test_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="one per task"):
         metrics.intransigence(R, [0.1])
     with pytest.raises(ValueError, match="pairs"):
-        metrics.difference([1.0], [])
+        verdict.difference([1.0], [])
 
 
 @given(arrays(float, (4, 4), elements=st.floats(0, 1)))

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from studies.continual import metrics
 from studies.continual.page import compare, summary, write_page
 from studies.continual.streams import Dataset, Split
 from studies.continual.study import TUNING_SEED, Plan, Study, packed
 from studies.harness.store import Store
+from studies.harness.verdict import Interval, verdict
 
 PLAN = Plan(rows=4, prompt_sample=4)
 
@@ -121,10 +121,10 @@ def test_the_page_states_verdicts(tmp_path):
 
 
 def test_verdicts():
-    assert metrics.verdict(metrics.Interval(0.1, 0.05)) == "shown"
-    assert metrics.verdict(metrics.Interval(0.1, 0.05), higher=False) == "refuted"
-    assert metrics.verdict(metrics.Interval(0.1, 0.2)) == "inconclusive"
-    assert metrics.verdict(metrics.Interval(0.1, math.nan)) == "inconclusive"
+    assert verdict(Interval(0.1, 0.05)) == "shown"
+    assert verdict(Interval(0.1, 0.05), higher=False) == "refuted"
+    assert verdict(Interval(0.1, 0.2)) == "inconclusive"
+    assert verdict(Interval(0.1, math.nan)) == "inconclusive"
     with pytest.raises(ValueError, match="no seed"):
         compare({0: made_up("a", 0, 0.1)}, {1: made_up("b", 1, 0.1)}, "accuracy")
 

@@ -9,6 +9,7 @@ import torch
 
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
 from studies.continual.base import Base
+from studies.continual.languages import LEARNERS, Problem, packed, run_all, tables, write_page
 from studies.continual.translation import (
     Language,
     chrf,
@@ -18,8 +19,6 @@ from studies.continual.translation import (
     manchu,
     word_tokenizer,
 )
-from studies.continual.translation_page import translation_part, write_languages
-from studies.continual.translation_study import LEARNERS, Problem, packed, run_translation
 from studies.continual.translator import Translator, levels_of
 from studies.harness.store import Store
 
@@ -167,13 +166,13 @@ def test_after_a_prompt_no_answer_is_empty():
 def test_the_quick_study_is_stored(tmp_path, monkeypatch):
     said: list[str] = []
     store = Store(tmp_path, study="languages")
-    run_translation(tmp_path, tmp_path, store, seeds=1, quick=True, say=said.append)
+    run_all(tmp_path, tmp_path, store, seeds=1, quick=True, say=said.append)
     assert len(list(store.named("seed"))) == len(LEARNERS) == len(said)
-    monkeypatch.setattr("studies.continual.translation_study._words", pytest.fail)  # not needed
-    run_translation(tmp_path, tmp_path, store, seeds=1, quick=True)
-    text = "\n".join(translation_part(store, quick=True))
+    monkeypatch.setattr("studies.continual.languages._words", pytest.fail)  # not needed
+    run_all(tmp_path, tmp_path, store, seeds=1, quick=True)
+    text = "\n".join(tables(store, quick=True))
     assert "enciphered, quick: A then B | hope-2" in text
-    assert translation_part(store) == []  # a quick run is no result
+    assert tables(store) == []  # a quick run is no result
 
 
 def test_claims_about_languages_get_a_verdict(tmp_path):
@@ -190,12 +189,12 @@ def test_claims_about_languages_get_a_verdict(tmp_path):
             store.get(f"{learner}/seed{seed}", lambda run=run: run, facts)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "languages_note.md").write_text("by hand")
-    text = write_languages(store, tmp_path / "docs").read_text().splitlines()
+    text = write_page(store, tmp_path / "docs").read_text().splitlines()
     assert text[-1] == "by hand"
     store.copy = tmp_path / "docs" / "languages.json"
     assert len(store.gather(packed)) == 9
     lost = Store(tmp_path / "nowhere", copy=store.copy, study="languages")
-    assert translation_part(lost) == translation_part(store)
+    assert tables(lost) == tables(store)
     verdicts = {line.split(" | ")[0]: line for line in text if "**" in line}
     assert "**shown**" in verdicts["| Hope-3 keeps more of the first language than Hope-1"]
     assert "**shown**" in verdicts["| Hope-3 nearly recovers learning alone (over 90%)"]

@@ -2,29 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor
 
+from nestling.scan.backends import INSTALLED, MISSING_TRITON
 from nestling.scan.checks import MomentumState, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
-from nestling.scan.delta.fla import scan_fla
+from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.naive import run_naive
 from nestling.scan.delta.op import scan_chunk
 from nestling.scan.orders import is_any_order
 
-__all__ = ["BACKENDS", "scan"]
+__all__ = ["BACKENDS", "choose", "scan"]
 
 S = TypeVar("S", Tensor, MomentumState)
+
+
+def _scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | MomentumState]:
+    """`nestling.scan.delta.triton.scan_triton`, loaded when first used."""
+    if "triton" not in INSTALLED:
+        raise ImportError(MISSING_TRITON)
+    from nestling.scan.delta.triton import scan_triton
+
+    return scan_triton(*args, **kwargs)
+
 
 BACKENDS: dict[str, Callable[..., tuple[Tensor | None, Tensor | MomentumState]]] = {
     "naive": run_naive,
     "chunk": scan_chunk,
     "chunk_autograd": scan_chunk_autograd,
+    "triton": _scan_triton,
     "fla": scan_fla,
 }
 """Back ends by name; each takes what `run_naive` takes. Register your own by assignment."""
+
+
+def choose(tokens: int, *, any_order: bool, refusals: Mapping[str, str | None]) -> str:
+    """The back end of a scan that asks for none: a pure function.
+
+    A single token is `naive`; inside `any_order()` it is `chunk_autograd`; otherwise the first of
+    `refusals` that has no reason to refuse, or `chunk`. `refusals` names, in order of preference,
+    the back ends that the device has beside it (on CUDA `triton` and `fla`).
+    """
+    if tokens <= 1:
+        return "naive"
+    if any_order:
+        return "chunk_autograd"
+    return next((name for name, why in refusals.items() if why is None), "chunk")
+
+
+def _refusals(
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    momentum: Tensor | None,
+) -> dict[str, str | None]:  # fmt: skip
+    """Why each of CUDA's back ends cannot take a scan. fla stands behind: it has no retain of 0."""
+    found: dict[str, str | None] = {"triton": MISSING_TRITON, "fla": refusal_fla(x, momentum)}
+    if "triton" in INSTALLED:
+        from nestling.scan.delta.triton import refusal
+
+        found["triton"] = refusal(state, x, u, rate, retain, queries, momentum)
+    return found
 
 
 @overload
@@ -74,21 +114,23 @@ def scan(
     chunk: tokens solved together; it changes speed, never the result.
     recompute: save less for the backward pass and compute it again there.
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
-    backend: a name from `BACKENDS`. None and `chunk`: chunked, hand-written backward pass, once
-        differentiable; `chunk_autograd`: chunked, differentiable to any order; `naive`: token by
-        token (None picks it for a single token, and `chunk_autograd` inside `any_order()`);
-        `fla`: CUDA, see `nestling.scan.delta.fla`.
+    backend: a name from `BACKENDS`, or "auto" (None is the same), see `choose`. `chunk`: chunked,
+        hand-written backward pass, once differentiable; `chunk_autograd`: chunked, differentiable
+        to any order; `naive`: token by token; `triton` and `fla`: kernels for CUDA, see
+        `nestling.scan.delta.triton` and `nestling.scan.delta.fla`.
     """
     check_scan(
         state, x, u, rate, retain, queries,
         rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
     )  # fmt: skip
-    if backend is None:
-        several = "chunk_autograd" if is_any_order() else "chunk"
-        backend = "naive" if x.shape[-2] <= 1 else several
+    if backend is None or backend == "auto":
+        why = _refusals(state, x, u, rate, retain, queries, momentum) if x.is_cuda else {}
+        backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
     if backend not in BACKENDS:
         words = ", ".join(repr(word) for word in BACKENDS)
-        raise ValueError(f"backend must be None or one of {words}; got {backend!r}")
+        raise ValueError(f"backend must be 'auto' or one of {words}; got {backend!r}")
+    if backend == "fla" and check and not torch.compiler.is_compiling():
+        check_fla(retain)
     return BACKENDS[backend](  # type: ignore[return-value]
         state, x, u, rate, retain, queries,
         rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute,

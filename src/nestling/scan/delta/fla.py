@@ -9,9 +9,10 @@ given `g_t = log a_t`. Ours, `M_t = M_{t-1} (a_t I - n_t x_t x_t^T) + n_t u_t x_
 `v_t = n_t u_t`. fla reads after the write; reads before it are those of the token before, so the
 queries move one token to the left and the first read is taken from the start state.
 
-`a_t = 0` has no logarithm: retain is raised to 1e-6 here, which is this back end's only deviation.
-The mapping is tested against the naive form with a plain implementation of fla's two recurrences;
-the kernels themselves need triton and a GPU and are **untested** in this project's own checks.
+`a_t = 0` has no logarithm, and its gradient would be lost: a retain below 1e-6 is refused where
+values are looked at (`check=True`), and raised to 1e-6, without a gradient, where they are not.
+The mapping is tested, gradients included, against fla's own recurrent kernel in Triton's
+interpreter; its chunked kernels, which run here, need a GPU: `benchmarks/gpu.py` checks them first.
 """
 
 from __future__ import annotations
@@ -23,16 +24,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.scan.backends import INSTALLED, MISSING_FLA
 from nestling.scan.checks import Read, Rule
 
-__all__ = ["Kernels", "map_to_fla", "scan_fla"]
+__all__ = ["Kernels", "check_fla", "map_to_fla", "refusal_fla", "scan_fla"]
 
 LEAST = 1e-6
 """Smallest retain that the logarithm is taken of."""
 
+WIDEST = 256
+"""The widest key that fla's chunked kernels take."""
+
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 Kernels = tuple[Kernel, Kernel]
 """The two operations used: fla's gated delta rule and its simple gated linear attention."""
+
+
+def refusal_fla(x: Tensor, momentum: Tensor | None) -> str | None:
+    """Why fla does not take a scan, or None."""
+    if "fla" not in INSTALLED:
+        return MISSING_FLA
+    if momentum is not None:
+        return "backend 'fla' has no momentum; use backend='chunk'"
+    if not x.is_cuda:
+        return f"backend 'fla' needs CUDA tensors; x is on {x.device}: use 'chunk'"
+    if x.shape[-1] > WIDEST:
+        return f"backend 'fla' takes keys of at most {WIDEST}; these have {x.shape[-1]}"
+    return None
+
+
+def check_fla(retain: Tensor) -> None:
+    """Reject gates of which fla would lose the gradient."""
+    if retain.numel() and bool((retain < LEAST).any()):
+        raise ValueError(
+            f"backend 'fla' needs retain of at least {LEAST:g}; got {float(retain.min()):g}:"
+            " use backend='triton' or 'chunk'"
+        )
 
 
 def scan_fla(
@@ -50,10 +77,9 @@ def scan_fla(
     recompute: bool,
 ) -> tuple[Tensor | None, Any]:
     """The scan on CUDA; `chunk` and `recompute` are fla's own business."""
-    if momentum is not None:
-        raise ValueError("backend 'fla' has no momentum; use backend='chunk'")
-    if not x.is_cuda:
-        raise ValueError(f"backend 'fla' needs CUDA tensors; x is on {x.device}: use 'chunk'")
+    why = refusal_fla(x, momentum)
+    if why is not None:
+        raise ImportError(why) if why == MISSING_FLA else ValueError(why)
     return map_to_fla(_kernels(), state, x, u, rate, retain, queries, rule=rule, read=read)
 
 
@@ -62,10 +88,7 @@ def _kernels() -> Kernels:
         delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         linear = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     except ImportError as error:
-        raise ImportError(
-            "backend 'fla' needs flash-linear-attention and triton: pip install 'nestling[fla]';"
-            " backend='chunk' runs everywhere"
-        ) from error
+        raise ImportError(MISSING_FLA) from error
     return delta, linear
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.scan.backends import INSTALLED, MISSING_TRITON
+from nestling.scan.checks import one_of
 from nestling.scan.opaque import opaque
 from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying.kernel import (
@@ -28,7 +30,33 @@ from nestling.scan.self_modifying.kernel import (
 from nestling.scan.self_modifying.rule import PLAIN, Inputs, SelfRule, Weights
 from nestling.scan.self_modifying.segment import scan_segments
 
-__all__ = ["scan_operator", "scan_self_modifying"]
+__all__ = ["SELF_BACKENDS", "choose", "scan_operator", "scan_self_modifying"]
+
+
+SELF_BACKENDS = ("auto", "chunk", "triton")
+"""What `scan_self_modifying` can be asked for."""
+
+
+def choose(backend: str, *, any_order: bool, refusal: str | None) -> str:
+    """`triton` or `chunk`: a pure function of what was asked for and why Triton cannot run it.
+
+    What was asked for by name and cannot be had is an error, never something else.
+    """
+    if backend == "triton" and refusal is not None:
+        raise ValueError(f"backend 'triton' cannot run this scan: {refusal}; use backend='chunk'")
+    if backend == "triton" and any_order:
+        raise ValueError("backend 'triton' is differentiable once; inside any_order() use 'chunk'")
+    return "triton" if backend != "chunk" and refusal is None and not any_order else "chunk"
+
+
+def _refusal(
+    rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Tensor
+) -> str | None:
+    if "triton" not in INSTALLED:
+        return MISSING_TRITON
+    from nestling.scan.self_modifying.triton import refusal
+
+    return refusal(inputs, weights, position)
 
 
 def scan_self_modifying(
@@ -38,6 +66,7 @@ def scan_self_modifying(
     start: Weights,
     position: int | Tensor,
     recompute: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Weights, Weights]:
     """Reads [b, T, d], the running weights after the last token, and where their chunks start.
 
@@ -47,7 +76,18 @@ def scan_self_modifying(
     Matrix memories without momentum, all items at one position, take the kernel by hand; one token
     of them without gradients (generation) a shorter form of it. All else goes segment by segment
     through autograd.
+
+    backend: `chunk` is that, and runs everywhere; `triton` has kernels for CUDA (`triton` beside
+        this file); `auto` is `triton` on CUDA where it has a form for the scan, else `chunk`.
     """
+    one_of("backend", backend, SELF_BACKENDS)
+    asked = inputs.x.is_cuda or backend == "triton"
+    why = _refusal(rule, inputs, weights, position) if asked else "not on CUDA"
+    if choose(backend, any_order=is_any_order(), refusal=why) == "triton":
+        from nestling.scan.self_modifying.triton import scan_triton
+
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            return scan_triton(rule, inputs, weights, start, position)
     matrix = weights.second is None and weights.moved is None and not is_any_order()
     with _full_precision(inputs.x):
         if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
