@@ -318,9 +318,12 @@ def in_pieces(model, ids, cuts, mask=None):
     return torch.cat(logits, 1), cache
 
 
-@pytest.mark.parametrize("seed", range(5))
+MANY = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 25)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *MANY])
 def test_any_split_of_padded_batches_is_each_text_alone(seed):
-    """100 random partitions, batches and paddings."""
+    """500 random partitions, batches and paddings in all."""
     model = learner(mixer=("self_modifying", "attention")[seed % 2])
     generator = torch.Generator().manual_seed(seed)
 
@@ -503,3 +506,12 @@ def test_what_learning_levels_cannot_do_is_said():
     with pytest.raises(ValueError, match="keep no hidden states; pass learn=False"):
         model(ids, output_hidden_states=True)
     assert model(ids, output_hidden_states=True, learn=False).hidden_states is not None
+
+
+def test_a_description_says_which_levels_learn():
+    from nestling.description import describe
+
+    text = str(describe(learner(levels=[LEVELS[0], {"name": "slow", "chunk": 8}])))
+    assert "fast learn while a sequence is read; slow frozen" in text
+    still = [{"name": "fast", "chunk": 4}, {"name": "slow", "chunk": 8}]
+    assert "within a sequence it is frozen" in str(describe(learner(levels=still)))
