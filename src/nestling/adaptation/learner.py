@@ -212,7 +212,7 @@ class Learner:
         self._snapshots.add(self.state)
         waiting = torch.zeros(0, dtype=torch.long)
         for piece in pieces(source, self.tokenizer, begin=self._fresh):
-            waiting = torch.cat([waiting, check_range(piece, self.config.vocab_size)])
+            waiting = torch.cat([waiting, check_range(piece.cpu(), self.config.vocab_size)])
             while len(waiting) >= (many := self._until_cut()):
                 self._learn_piece(waiting[:many], report)
                 waiting = waiting[many:]
