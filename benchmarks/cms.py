@@ -5,6 +5,7 @@
     python benchmarks/cms.py --rank 16              compact fast weights
     python benchmarks/cms.py --chunks 512 --profile the operators of one learning pass
     python benchmarks/cms.py --model FILE.gguf      a pretrained model (SmolLM2-135M)
+    python benchmarks/cms.py --inside               levels that learn inside a Hope of 1M parameters
 
 Without --model: random weights in SmolLM2-135M's shape (width 576, MLP 1536, 9 heads), 6 of its 30
 layers and a fifth of its vocabulary, so that head and blocks keep their proportion. All matrices of
@@ -13,6 +14,11 @@ chunks with a cache; neither computes a loss. Learning reads, computes the loss,
 MLP, forms its gradient and updates. Arms are interleaved, keep freed memory
 (`nestling.host.keep_memory`) and are charged the CPU time they used on one thread, which a busy
 machine disturbs less than the clock on the wall; --wall takes that clock, with --threads.
+
+--inside: gated levels side by side (chunk, 4 and 16 x), 4 rows of 1,024 bytes. A training step with
+first-order learning levels against the plain step of the same model, and reading with learning
+against a plain pass; beside them the same segments without learning, which is what cutting the text
+into segments costs by itself.
 """
 
 from __future__ import annotations
@@ -28,9 +34,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nestling.continuum import Continuum, MemoryLevel, Part, Slot
 from nestling.host import keep_memory
-from nestling.tree import tree_leaves
+from nestling.models import NestlingForCausalLM, presets
+from nestling.tree import state_detach, tree_leaves
 
 TARGET = 3.2
+TRAIN_TARGET, READ_TARGET = 1.25, 2.5
 
 
 def load(path: str | None):
@@ -126,6 +134,92 @@ def memory_of(continuum: Continuum, ids: torch.Tensor) -> str:
     )
 
 
+def inside_arms(model, ids: torch.Tensor, chunk: int) -> dict[str, Callable[[], object]]:
+    def segments(train: bool) -> None:
+        states = None
+        for start in range(0, ids.shape[1], chunk):
+            cache = model.make_cache(states, start)
+            piece = ids[:, start : start + chunk]
+            labels = piece if train else None
+            out = model(piece, past_key_values=cache, labels=labels, use_cache=True, learn=False)
+            if train:
+                out.loss.backward()
+            states = state_detach(cache.states)
+
+    def step(learn: bool) -> None:
+        model.train()
+        model(ids, labels=ids, learn=learn).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def read(learn: bool) -> None:
+        model.eval()
+        model(ids, use_cache=False, learn=learn)
+
+    def train_segments() -> None:
+        model.train()
+        segments(True)
+        model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def read_segments() -> None:
+        model.eval()
+        segments(False)
+
+    return {
+        "train plain": lambda: step(False),
+        "train segments": train_segments,
+        "train learn": lambda: step(True),
+        "read plain": lambda: read(False),
+        "read segments": read_segments,
+        "read learn": lambda: read(True),
+    }
+
+
+def inside_model(chunk: int) -> NestlingForCausalLM:
+    torch.manual_seed(0)
+    levels = [{"name": f"level{n}", "chunk": chunk * 4**n, "rate": 0.2} for n in range(3)]
+    return NestlingForCausalLM(
+        presets.tiny(levels=levels, topology="parallel", activation="swiglu")
+    )
+
+
+def check_inside(ids: torch.Tensor) -> None:
+    """What is measured is right: with one segment the gradients are those of plain training."""
+    model = inside_model(2 * ids.shape[1]).train()
+    found = []
+    for learn in (False, True):
+        model.zero_grad()
+        model(ids, labels=ids, learn=learn).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def inside(chunks: list[int], tokens: int, repeats: int) -> None:
+    """Levels that learn inside the model."""
+    ids = torch.randint(0, 256, (4, tokens))
+    check_inside(ids[:, :64])
+    for chunk in chunks:
+        model = inside_model(chunk)
+        seconds = cpu_seconds(inside_arms(model, ids, chunk), repeats)
+        print(f"chunk {chunk}: seconds: " + ", ".join(f"{n} {s:.2f}" for n, s in seconds.items()))
+        for what, target in (("train", TRAIN_TARGET), ("read", READ_TARGET)):
+            learn = seconds[f"{what} learn"]
+            for name, title in (("segments", "the same segments"), ("plain", "plain")):
+                ratio = learn / seconds[f"{what} {name}"]
+                verdict(f"chunk {chunk}: {what}, learning / {title}", ratio, target, at_most=True)
+        with torch.no_grad():
+            learned = model.eval()(ids, use_cache=True).past_key_values.learned
+        parts = [(level.fast, level.sums) for state in learned.states for level in state.levels]
+        fast, sums = (sum(megabytes(part[n]) for part in parts) / len(ids) for n in (0, 1))
+        base = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+        print(
+            f"memory per sequence: {fast:.2f} MB learned, {sums:.2f} MB unfinished chunks; the"
+            f" model {base:.2f} MB"
+        )
+
+
 def profile(run: Callable[[], object]) -> None:
     run()
     with torch.profiler.profile() as found:
@@ -142,11 +236,15 @@ def main() -> None:
     parser.add_argument("--model", help="a .gguf file")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--inside", action="store_true")
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     keep_memory()
     torch.set_num_threads(args.threads)
+    if args.inside:
+        inside(args.chunks, args.tokens, args.repeats)
+        return
     model = load(args.model)
     ids = torch.randint(10, model.config.vocab_size, (1, args.tokens + 1))
     check(model, ids, 32)

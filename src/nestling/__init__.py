@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nestling import registration as _registration
 
 if TYPE_CHECKING:
-    from nestling.adaptation import adapt
+    from nestling.adaptation import adapt, load_learner
     from nestling.description import describe
     from nestling.levels import Level
     from nestling.models import NestlingConfig, NestlingForCausalLM
@@ -27,6 +27,7 @@ _LAZY = {
     "NestlingForCausalLM": "nestling.models",
     "adapt": "nestling.adaptation",
     "describe": "nestling.description",
+    "load_learner": "nestling.adaptation",
 }
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "adapt",
     "describe",
+    "load_learner",
 ]
 
 

@@ -47,7 +47,7 @@ def make_memory(
 ) -> Learner:
     """A learner whose rates follow its chunks."""
     rates = [rate * (chunk / chunks[0]) ** scale for chunk in chunks]
-    limits = Limits(drift=1e9)  # an arm may ruin itself: that is a result
+    limits = Limits(drift=1e9, step=1e9)  # an arm may ruin itself: that is a result
     return nestling.adapt(
         base.model, chunks, rate=rates, tokenizer=base.tokenizer, limits=limits, **options
     )
@@ -64,7 +64,7 @@ def moved(chunks: list[int], retain: float, share: float = 0.25, **options: Any)
             retain=[retain] + [1.0] * (len(chunks) - 1),
             transfer="move",
             transfer_rate=share,
-            limits=Limits(drift=1e9),
+            limits=Limits(drift=1e9, step=1e9),
             **options,
         )
         learner.learn(stream)

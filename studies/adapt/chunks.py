@@ -1,7 +1,7 @@
-"""(iv) The size of chunks, at the same rate per token: the defaults of `nestling.adapt`.
+"""(iv) The size of chunks, at the same rate per token, by plain gradient descent.
 
-Three levels, each chunk four times the next faster one's, at the default rate, which grows with the
-fastest chunk. What the first pass over a long text costs in loss (stream), what it leaves on the
+Three levels, each chunk four times the next faster one's, at a rate that grows with the fastest
+chunk. What the first pass over a long text costs in loss (stream), what it leaves on the
 text's continuation (new), and what it does to text of the base model's own kind (old).
 """
 
@@ -23,7 +23,7 @@ def run(base: Base, data: Any, chunk: int, which: int, size: tuple[int, int]) ->
     """One book in chunks of one size."""
     length, continued = size
     ids = base.text(base, data, which, length + continued)
-    learner = nestling.adapt(base.model, [chunk, 4 * chunk, 16 * chunk])
+    learner = nestling.adapt(base.model, [chunk, 4 * chunk, 16 * chunk], rate=chunk / 3200)
     stream = learner.learn(ids[:length]).loss
     return {"stream": stream, "new": learner.score(ids[length:]), "old": learner.score(base.old)}
 

@@ -50,7 +50,7 @@ class Setting(NamedTuple):
             retain=[self.retain] + [1.0] * slower,
             transfer="move" if slower else None,
             transfer_rate=self.share,
-            limits=Limits(drift=1e9),
+            limits=Limits(drift=1e9, step=1e9),
         )
 
     def new_text(self, learner: Learner) -> None:

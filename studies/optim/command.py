@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", help="of (a) and (b)")
     options = parser.parse_args(arguments)
     ready("optim", options)
-    seeds, steps = (options.seeds, {}) if not options.quick else ((0, 1), {"steps": 4})
+    seeds, steps = (options.seeds, {}) if not options.quick else ((0,), {"steps": 4})
     store = Store(options.runs, study="optim", copy=options.out / "optim.json", say=print)
     for part in () if options.report else options.parts:
         if part == "valley":
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             store.get("streams", lambda rates=rates: streams.compare(rates))
         else:
             task = getattr(tasks, part)(options.data, **steps)
-            store.put(f"part_{part}", study.study(task, store, seeds))
+            store.put(f"part_{part}", study.study(task, store, seeds, 1 if options.quick else None))
         print(report.write(_parts(store.gather()), options.out), flush=True)
     if options.report:
         print(report.write(_parts(store.gather()), options.out))

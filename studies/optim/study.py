@@ -106,22 +106,24 @@ SHIFTED = {
 }  # its best lay at the edge of the first grid
 
 
-def tune(task: Task, arm: str, store: Store) -> tuple[float, dict[float, float]]:
+def tune(task: Task, arm: str, store: Store, tries: int | None) -> tuple[float, dict[float, float]]:
     """The rate with the least training loss on a seed that is not used afterwards; all trials."""
     losses = {
         rate: store.get(
             key_of(f"{task.name}{task.steps} {arm} tune {rate:g}"),
             lambda rate=rate: train(task, ARMS[arm], rate, TUNING_SEED),
         )["train"]
-        for rate in SHIFTED.get((task.name, arm), RATES[arm])
+        for rate in SHIFTED.get((task.name, arm), RATES[arm])[:tries]
     }
     return best(list(losses), losses.__getitem__, lower=True), losses
 
 
-def study(task: Task, store: Store, seeds: Sequence[int] | None = None) -> dict[str, Any]:
-    """Every arm: its trials, its rate, and one result per seed."""
+def study(
+    task: Task, store: Store, seeds: Sequence[int] | None = None, tries: int | None = None
+) -> dict[str, Any]:
+    """Every arm: its trials (at most `tries`), its rate, and one result per seed."""
     results: dict[str, Any] = {}
-    rates = {arm: tune(task, arm, store) for arm in ARMS}
+    rates = {arm: tune(task, arm, store, tries) for arm in ARMS}
     for seed in seeds or SEEDS[task.name]:  # seed by seed, so that a stopped study is balanced
         for arm in ARMS:
             rate, trials = rates[arm]

@@ -47,8 +47,8 @@ def test_a_stream_is_learned_and_the_base_stays(family):
     assert learner.score(stream[:60]) < frozen - 0.3
     assert fingerprint(model) == before
     assert report.tokens == 200
-    assert {c.level: 0 for c in report.changes}.keys() == {"fast", "middle", "slow"}
-    assert [c.position for c in report.changes if c.level == "middle"] == list(range(16, 200, 16))
+    assert {u.level: 0 for u in report.updates}.keys() == {"fast", "middle", "slow"}
+    assert [u.position for u in report.updates if u.level == "middle"] == list(range(16, 200, 16))
 
 
 @pytest.mark.parametrize("assign", ["share", "split", "layers"])
@@ -84,14 +84,15 @@ def test_a_slow_level_that_only_receives_brings_a_text_back():
     assert learner.score(a) == frozen
 
 
-def test_what_a_slow_level_receives_can_raise_the_alarm():
-    limits = Limits(drift=0.12)
-    options = {"rate": [0.2, 0.0], "retain": [0.5, 1.0], "transfer": "move", "limits": limits}
-    learner = nestling.adapt(tiny(), [8, 16], **options)
-    with pytest.warns(DriftWarning, match="'slow'.*drift"):
-        report = learner.learn(repeated(1025))
-    assert report.alarms[0].level == "slow"
-    assert learner.drift[1].drift <= 0.12
+def test_what_a_slow_level_receives_stays_within_its_limit():
+    options = {"rate": [0.2, 0.0], "retain": [0.5, 1.0], "transfer": "move"}
+    free = nestling.adapt(tiny(), [8, 16], **options, limits=Limits(drift=math.inf))
+    bound = nestling.adapt(tiny(), [8, 16], **options, limits=Limits(drift=0.12))
+    free.learn(repeated(1025))
+    report = bound.learn(repeated(1025))
+    assert free.drift[1].drift > 0.12
+    assert 0.1 < bound.drift[1].drift <= 0.12 * (1 + 1e-6)
+    assert not report.alarms
 
 
 def test_our_own_models_can_be_adapted_too():
@@ -176,7 +177,7 @@ def test_a_rank_is_exact_until_it_is_exceeded_and_small():
         learner.learn(stream)
     assert torch.allclose(full(ids[None]).logits, exact(ids[None]).logits, atol=1e-4)
     assert small.size()["fast"] * 4 < full.size()["fast"]
-    assert small.score(stream) < nestling.adapt(tiny(), [8]).score(stream)
+    assert small.score(stream) < nestling.adapt(tiny(), [8], rate=0.0).score(stream)
 
 
 def test_moving_keeps_what_is_read_and_slow_levels_keep_it():
@@ -185,10 +186,11 @@ def test_moving_keeps_what_is_read_and_slow_levels_keep_it():
     moved = nestling.adapt(tiny(), [8, 32], rate=[0.5, 0.0], transfer="move")  # only receives
     for learner in (plain, moved):
         report = learner.learn(stream)
-    received = [change for change in report.changes if change.level == "slow"]
-    assert [change.position for change in received] == [32, 64, 96]
+    received = [update for update in report.updates if update.level == "slow"]
+    assert [update.position for update in received] == [32, 64, 96]
     assert moved.drift[1].updates == 3
-    assert received[-1].drift == moved.drift[1].drift
+    base = sum(float(w.square().sum()) for w in _mlp(moved.model)) ** 0.5
+    assert received[-1].distance / base == pytest.approx(moved.drift[1].drift)
     assert torch.allclose(plain(ids[None]).logits, moved(ids[None]).logits, atol=1e-4)
     assert moved.drift[1].drift == pytest.approx(plain.drift[0].drift, rel=1e-3)
     assert moved.drift[0].drift == 0.0  # position 96 is a multiple of 32: all has just moved
@@ -230,12 +232,11 @@ def test_snapshots_are_bounded_and_named_ones_stay():
 @pytest.mark.parametrize(
     ("limits", "measure"),
     [
-        (Limits(drift=1e-4), "drift"),
-        (Limits(gradient=1e-6), "gradient"),
-        (Limits(surprise=1e-3), "surprise"),
+        (Limits(grad_norm=1e-6), "grad_norm"),
+        (Limits(loss=1e-3), "loss"),
     ],
 )
-def test_a_level_past_its_limit_is_rolled_back(limits, measure):
+def test_a_text_past_a_limit_is_refused(limits, measure):
     heard = []
     learner = nestling.adapt(tiny(), **OPTIONS, limits=limits, on_alarm=heard.append)
     ids = tokens(20, 5)
@@ -245,15 +246,73 @@ def test_a_level_past_its_limit_is_rolled_back(limits, measure):
     assert torch.equal(learner(ids[None]).logits, before)
     assert heard == report.alarms
     assert heard[0].measure == measure
+    assert report.refused
 
 
-def test_what_is_not_finite_is_rolled_back():
-    learner = nestling.adapt(tiny(), [8], rate=1e30)
-    ids = tokens(20, 5)
-    before = learner(ids[None]).logits
-    with pytest.warns(DriftWarning):
-        learner.learn(repeated(64))
+def test_at_its_drift_limit_a_memory_goes_on_learning():
+    """It used to roll back for ever; now its difference is scaled back to the limit."""
+    learner = nestling.adapt(tiny(), [8], rate=0.5, limits=Limits(drift=0.05))
+    first = learner.learn(tokens(200, 3))
+    assert not first.alarms
+    assert learner.drift[0].drift <= 0.05 * (1 + 1e-5)
+    frozen = learner.score(repeated(60))
+    report = learner.learn(repeated(400))
+    assert not report.alarms
+    assert len(report.updates) == 50
+    assert learner.score(repeated(60)) < frozen - 0.05
+    assert learner.drift[0].drift <= 0.05 * (1 + 1e-5)
+
+
+def test_one_update_moves_no_further_than_its_trust_region():
+    base = sum(float(w.square().sum()) for w in _mlp(tiny())) ** 0.5
+    for rank in (None, 4):
+        learner = nestling.adapt(tiny(), [8], rate=5.0, rank=rank, limits=Limits(step=0.01))
+        report = learner.learn(tokens(100))
+        assert report.updates
+        assert all(update.step <= 0.01 * base * (1 + 1e-4) for update in report.updates)
+        assert max(update.distance for update in report.updates) <= 12 * 0.011 * base
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_what_is_not_finite_is_refused(rank):
+    """A nan in one gradient: with a rank the decomposition used to raise LinAlgError."""
+    model, ids = tiny(), tokens(20, 5)
+    learner = nestling.adapt(model, [8], rate=0.5, rank=rank)
+    learner.learn(repeated(64))
+    before, head = learner(ids[None]).logits, model.lm_head.weight.data.clone()
+    model.lm_head.weight.data[5] = math.nan
+    with pytest.warns(DriftWarning, match="is not finite"):
+        report = learner.learn(repeated(64, 2))
+    assert report.refused
+    model.lm_head.weight.data.copy_(head)
     assert torch.equal(learner(ids[None]).logits, before)
+
+
+def test_a_reset_in_the_alarm_is_a_reset():
+    learner = nestling.adapt(tiny(), **OPTIONS, limits=Limits(loss=1e-3))
+    learner.on_alarm = lambda alarm: learner.reset()
+    for _ in range(2):
+        with pytest.warns(DriftWarning):
+            learner.learn(repeated(64))
+        assert learner.position == 0
+    assert learner.snapshots == ["@0"] or learner.snapshots == []
+
+
+def test_snapshot_names_that_look_unnamed_are_refused():
+    """They used to be dropped in silence when room was needed."""
+    learner = nestling.adapt(tiny(), **OPTIONS)
+    for name in ("@1024", ""):
+        with pytest.raises(ValueError, match="snapshot's name must not be empty or begin with @"):
+            learner.snapshot(name)
+
+
+def test_learning_under_autocast():
+    learner = nestling.adapt(tiny(), **OPTIONS)
+    frozen = learner.score(repeated(60))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        report = learner.learn(repeated(200))
+    assert not report.alarms
+    assert learner.score(repeated(60)) < frozen - 0.3
 
 
 def test_merge_writes_a_level_into_the_base():
@@ -286,10 +345,15 @@ def test_reset_forgets_one_level_or_all():
     ("options", "said"),
     [
         ({"chunks": []}, "at least one level"),
+        ({"chunks": [1024, 256]}, r"rising order; got \[1024, 256\]: write \[256, 1024\]"),
+        ({"chunks": "fast"}, "one number per level, such as"),
+        ({"rank": "low"}, "rank must be 'auto', None or a whole number"),
+        ({"matrices": "up"}, "matrices must be 'auto', 'closing' or 'all'"),
+        ({"rule": ["natural", "gd", "gd"], "rate": 1.0}, "'natural' is for all levels or for none"),
         ({"chunks": [0]}, "chunk must be a whole number"),
         ({"rate": [0.1, 0.2]}, "rate: one for all levels or 3"),
         ({"rate": -1.0}, "rate must be"),
-        ({"rule": "sdg"}, "rule must be a Rule or one of gd, momentum"),
+        ({"rule": "sdg"}, "rule must be a Rule or one of natural, gd, momentum"),
         ({"assign": "shared"}, "assign must be one of share, split, layers, own"),
         ({"layers": 7}, "layers 0 to 2"),
         ({"layers": [0], "assign": "layers"}, "3 levels need as many layers"),
@@ -306,12 +370,8 @@ def test_wrong_settings_are_named(options, said):
         nestling.adapt(tiny(), **{"chunks": [8, 16, 32], **options})
 
 
-@pytest.mark.parametrize(
-    ("chunks", "rate"), [([8, 16], 8 / 3200), ([math.inf, 4], 4 / 3200), ([math.inf], 0.0)]
-)
-def test_the_usual_rate_follows_the_fastest_chunk(chunks, rate):
-    """What a token moves is the same in any chunks."""
-    assert [level.rate for level in nestling.adapt(tiny(), chunks).levels] == [rate] * len(chunks)
+def test_one_number_is_one_level():
+    assert [level.chunk for level in nestling.adapt(tiny(), 256).levels] == [256]
 
 
 def test_wrong_inputs_are_named():

@@ -55,9 +55,14 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert main([*learns, "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "Learner over LlamaForCausalLM at position" in said.out
-    assert "loss" in said.err
-    assert "<svg" in out.read_text()
-    assert "middle" in out.read_text()
+    assert "text.txt: 3,748 tokens read" in said.err  # four passes
+    assert "loss on the text" in said.err
+    assert "on the model's own text" in said.err
+    page = out.read_text()
+    assert "<svg" in page
+    assert "middle" in page
+    assert "svg{max-width:100%" in page  # no horizontal scroll
+    assert page.count("<th>") == 4  # level, chunk, updates, and one number
     base, tokenizer = load_pretrained(model)
     learner = load_learner(base, memory, tokenizer=tokenizer)
     learned = learner.score(TEXT[:200])
@@ -70,13 +75,65 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert capsys.readouterr().out != with_memory
 
 
-def test_a_text_shorter_than_a_chunk_is_said_to_be_lost(model, tmp_path, capsys):
+def test_a_text_shorter_than_a_chunk_is_learned_and_a_single_token_is_said_to_be_lost(
+    model, tmp_path, capsys
+):
     (note := tmp_path / "note.txt").write_text("Only a line.")
-    learns = ["learn", model, "--from", str(note)]
-    assert main([*learns, "--memory", str(tmp_path / "long")]) == 0
+    learns = ["learn", model, "--from", str(note), "--memory"]
+    assert main([*learns, str(tmp_path / "long")]) == 0
+    said = capsys.readouterr().err
+    assert "nothing was learned" not in said
+    assert "note.txt: 48 tokens read, 4 updates" in said
+    assert main([*learns, str(tmp_path / "none"), "--tokens", "1"]) == 1
     assert "note.txt: nothing was learned" in capsys.readouterr().err
-    assert main([*learns, "--levels", "4", "--memory", str(tmp_path / "short")]) == 0
-    assert "nothing was learned" not in capsys.readouterr().err
+
+
+def test_a_text_that_is_refused_ends_with_1_and_is_named(model, text, tmp_path, capsys):
+    memory = str(tmp_path / "memory")
+    bad = tmp_path / "bad.txt"
+    bad.write_text("q7!zX" * 60)
+    learns = ["learn", model, "--memory", memory, "--from"]
+    assert main([*learns, text, *LEVELS]) == 0
+    base, _ = load_pretrained(model)
+    ids = torch.arange(3, 60)[None]
+    before = load_learner(base, memory)(ids).logits
+    capsys.readouterr()
+    assert main([*learns, str(bad), "--forget", "0.0001"]) == 1
+    said = capsys.readouterr().err
+    assert "alarm:" in said
+    assert "bad.txt: refused; the memory is as it was before this text" in said
+    assert torch.equal(load_learner(base, memory)(ids).logits, before)
+
+
+def test_undo_and_export_from_the_command_line(model, text, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    memory, lora = str(tmp_path / "memory"), tmp_path / "lora"
+    assert main(["learn", model, "--from", text, "--memory", memory, "--export", str(lora)]) == 0
+    base, _ = load_pretrained(model)
+    ids = torch.arange(3, 60)[None]
+    learned = load_learner(base, memory)(ids).logits
+    with torch.no_grad():
+        exported = peft.PeftModel.from_pretrained(load_pretrained(model)[0], lora).eval()(ids)
+    assert torch.allclose(exported.logits, learned, atol=2e-5)
+    assert main(["learn", model, "--memory", memory, "--undo", "text.txt"]) == 0
+    undone = load_learner(base, memory)(ids).logits
+    plain = base(ids).logits
+    assert float((undone - plain).abs().max()) < 0.1 * float((learned - plain).abs().max())
+    capsys.readouterr()
+    assert main(["learn", model, "--memory", memory, "--undo", "text.txt"]) == 2
+    assert "no text 'text.txt' that can be undone" in capsys.readouterr().err
+
+
+def test_eval_with_a_memory(model, text, tmp_path, capsys):
+    memory = str(tmp_path / "memory")
+    main(["learn", model, "--from", text, *LEVELS, "--memory", memory])
+    capsys.readouterr()
+    assert main(["eval", model, text, "--bins", "1"]) == 0
+    plain = float(capsys.readouterr().out.split("loss ")[1].split(",")[0])
+    assert main(["eval", model, text, "--bins", "1", "--memory", memory]) == 0
+    said = capsys.readouterr().out
+    assert float(said.split("loss ")[1].split(",")[0]) < plain - 0.5
+    assert f"without the memory: loss {plain:.4f}" in said
 
 
 def test_running_again_continues_the_memory(model, text, tmp_path, capsys):
@@ -122,8 +179,11 @@ def test_a_killed_run_goes_on_bit_for_bit(model, text, tmp_path, capsys):
     [
         (["--levels", "64,x"], "--levels: whole numbers with commas between"),
         (["--rate", "fast"], "--rate: a number"),
-        (["--rate", "0.1,0.2"], "rate: one for all levels or 3"),
-        (["--rule", "sdg"], "rule must be a Rule or one of gd"),
+        (["--rate", "0.1,0.2,0.3"], "rate: one for all levels or 2"),
+        (["--rule", "sdg"], "rule must be a Rule or one of natural, gd"),
+        (["--levels", "512,64"], "rising order; got [512, 64]"),
+        (["--passes", "0"], "--passes must be at least 1"),
+        (["--out", "nodir/x.html"], "--out: there is no folder nodir"),
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
         (["--tokens", "0"], "--tokens must be at least 1"),
@@ -161,5 +221,5 @@ def test_wrong_files_and_memories_get_one_line(model, text, tmp_path, capsys):
     said = fails("learn", model, "--from", text, "--memory", str(memory), "--rate", "0.3")
     assert "has its own settings; leave out --rate" in said
     manifest = memory / "memory.json"
-    manifest.write_text(manifest.read_text().replace('"gd"', '"dg"'))
+    manifest.write_text(manifest.read_text().replace('"natural"', '"artless"'))
     assert "was altered" in fails("generate", model, "--memory", str(memory))

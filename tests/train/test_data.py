@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 
@@ -146,3 +147,39 @@ def test_too_small_corpora_are_named(tmp_path):
         Shuffled(packed=packed, rows=1, length=16)
     with pytest.raises(ValueError, match="fewer than the 2 rows"):
         Sequential(packed=packed, rows=2, length=16)
+
+
+def test_a_packed_corpus_is_verified_and_leaves_nothing_behind(tmp_path):
+    """Bits, ids beyond the vocabulary, cuts; and what a killed process half made is removed."""
+    from nestling.files import BrokenFileError
+    from nestling.models.tokenizer import byte_tokenizer
+    from nestling.train.corpus import Corpus
+    from nestling.train.packed import PackedCorpus, prepare
+    from nestling.train.tokenizer import TextEncoder
+
+    killed = tmp_path / ".0123.building"
+    killed.mkdir()
+    (killed / "tokens.bin").write_bytes(bytes(100))
+    corpora, encoder = [Corpus(source="builtin:1")], TextEncoder(byte_tokenizer())
+    made = prepare(corpora, encoder, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [made.folder.name]
+    for name in ("tokens.bin", "starts.bin", "packed.json"):
+        path = made.folder / name
+        whole = path.read_bytes()
+        for bad in (
+            whole[:-8],
+            whole + bytes(8),
+            b"",
+            bytes([whole[0] ^ 1]) + whole[1:],
+            whole[:-1] + bytes([whole[-1] ^ 128]),
+        ):
+            path.unlink()  # not in place: the corpus is mapped
+            path.write_bytes(bad)
+            with pytest.raises(BrokenFileError):
+                PackedCorpus.open(made.folder)
+        path.unlink()
+        path.write_bytes(whole)
+    assert PackedCorpus.open(made.folder).documents == 1
+    beyond = dataclasses.replace(made, vocab_size=3)
+    with pytest.raises(BrokenFileError, match="beyond the vocabulary of 3"):
+        beyond._verify(json.loads((made.folder / "packed.json").read_text()))

@@ -82,3 +82,25 @@ def test_torchrun_restarts_a_killed_worker_from_the_checkpoint(tmp_path):
     )
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_no_process_holds_more_than_its_share_of_a_checkpoint():
+    """Saving and loading within 1.2 of what each process holds, and equal bit for bit."""
+    process = launch(str(HERE.parents[1] / "benchmarks" / "checkpoints.py"), "--layers=12")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-4000:]
+    assert said.count("tensors equal") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_rank_changes_nothing(strategy):
+    """Two kills of one of two processes; benchmarks/kills.py does as many as it is asked for."""
+    script = HERE.parents[1] / "benchmarks" / "kills.py"
+    line = [sys.executable, str(script), "--kills=2", "--steps=12", "--processes=2"]
+    done = subprocess.run(
+        [*line, f"--strategy={strategy}"], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "equal bit for bit" in done.stdout

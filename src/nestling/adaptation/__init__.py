@@ -1,16 +1,15 @@
-"""Level stacking: pretrained models that keep learning (section 7.3 of the paper)."""
+"""Pretrained models that keep learning: level stacking (section 7.3 of the paper)."""
 
 from nestling.adaptation.adapting import RULES, adapt, load_learner
+from nestling.adaptation.drift import Alarm, Drift, DriftWarning, Limits
 from nestling.adaptation.learner import Learner, Report
 from nestling.adaptation.memory_files import fingerprint
 from nestling.adaptation.pretrained import load_llama2c, load_llama2c_tokenizer, load_pretrained
 from nestling.adaptation.slots import assign_levels, choose_layers, mlp_matrices
-from nestling.adaptation.watch import Alarm, Change, Drift, DriftWarning, Limits
 
 __all__ = [
     "RULES",
     "Alarm",
-    "Change",
     "Drift",
     "DriftWarning",
     "Learner",

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from nestling import rules
-from nestling.adaptation.learner import Learner
+from nestling.adaptation.drift import Alarm, Limits
+from nestling.adaptation.learner import UNDO, Learner
 from nestling.adaptation.memory_files import read_meta
-from nestling.adaptation.slots import assign_levels
-from nestling.adaptation.watch import Alarm, Limits
-from nestling.continuum import Continuum, MemoryLevel
+from nestling.adaptation.slots import assign_levels, check_model
+from nestling.continuum import Continuum, MemoryLevel, Slot
+from nestling.continuum.assignment import weight_of
 from nestling.continuum.engine import TRANSFERS
 from nestling.files import BrokenFileError
 from nestling.rules import Rule
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["RULES", "adapt", "load_learner"]
 
 RULES: dict[str, Callable[[], Rule]] = {
+    "natural": lambda: rules.identity,
     "gd": lambda: rules.identity,
     "momentum": lambda: rules.momentum(0.9),
     "adam": rules.adam,
@@ -30,21 +37,26 @@ RULES: dict[str, Callable[[], Rule]] = {
 }
 """Rules by name; any other is given as a `Rule`."""
 
-RATE_PER_TOKEN = 1 / 3200
-"""The default rate over the fastest chunk: what a token moves is then the same in any chunks."""
+CHUNKS = (64, 512)
+BUDGET = 4e-5
+"""What one natural step of rate 1 may cost of what the model says by itself, in nats per token."""
+
+SHARE, MOST = 0.02, 32
+"""A memory takes at most this share of the base model's bytes, and this rank, unless asked to."""
 
 
 def adapt(
-    model: Any,
-    chunks: Sequence[int | float] = (256, 1024, 4096),
+    model: PreTrainedModel | nn.Module,
+    chunks: int | Sequence[int | float] | None = None,
     *,
+    rule: str | Rule | Sequence[str | Rule] | None = None,
     rate: float | Sequence[float] | None = None,
-    rule: str | Rule | Sequence[str | Rule] = "gd",
     retain: float | Sequence[float] = 1.0,
-    rank: int | None = None,
-    layers: Any = None,
+    rank: int | str | None = "auto",
+    layers: Any = "auto",
+    matrices: str = "auto",
     assign: str = "share",
-    transfer: str | None = None,
+    transfer: str | None = "auto",
     transfer_rate: float | None = None,
     context: int | None = None,
     tokenizer: Any = None,
@@ -54,42 +66,59 @@ def adapt(
 ) -> Learner:
     """Turn the MLPs of a pretrained decoder into a memory that learns what it reads (Eq. 70-74).
 
-        learner = nestling.adapt(model, chunks=[256, 1024, 4096], tokenizer=tokenizer)
-        learner.learn(book)
-        print(learner.generate("Call me"))
+        learner = nestling.adapt(model, tokenizer=tokenizer)
+        print(learner.learn(diary))
+        print(learner.generate("The landlady is called"))
         learner.save("memory")
 
     The model is shared, not copied and not changed; with rate 0 the learner equals it to the bit.
+    Without further arguments a memory takes natural steps (`nestling.adaptation.metric`) in the
+    closing matrices of the last third of the MLPs, in factors of low rank: at most 2% of the
+    model's bytes. That teaches the facts of a short text within a few passes.
 
-    chunks: tokens between two updates, one entry per level, fastest first. Larger ones are read
-        quicker, and at a rate that grows with them a text is learned about as well.
-    rate, rule, retain: one for all levels or one per level. A rate of None is `RATE_PER_TOKEN`
-        times the fastest chunk, for gradient descent. `rule` is a name (gd, momentum, adam,
-        signsgd, dgd, muon, m3) or any `nestling.rules` rule. `retain` below 1 lets a level drift
-        back to the pretrained weights with every update.
-    rank: keep differences as factors of at most this rank (gd only): small memories, many users.
+    chunks: tokens between two updates, one entry per level, fastest first; one number is one level.
+    rule: "natural", gd, momentum, adam, signsgd, dgd, muon, m3, or any `nestling.rules` rule; for
+        all levels or one per level. None: natural steps, or gradient descent where a rate is given.
+    rate: for all levels or one per level. 1 is the usual natural step; other rules need a rate.
+    retain: below 1 a level drifts back to the pretrained weights with every update.
+    rank: differences as factors of at most this rank (natural and gd only); None: full matrices.
+        "auto": what fits into 2% of the model for natural steps, full matrices otherwise.
     layers: which decoder layers learn: None (all), numbers, a slice, "last half", "first 4", ...
+        "auto": the last third for natural steps, all otherwise.
+    matrices: "closing": those that close an MLP; "all". "auto": closing for natural steps.
     assign: "share": every level changes every MLP; "split": the levels divide the hidden units;
         "layers": they divide the layers; "own": the levels of our own models' chains.
     transfer: how what a faster level learned reaches the next slower one when that is due. None;
         "move": a share of it (`transfer_rate`, by default all) moves there; "reptile",
         "first_order", "second_order": the faster level returns to an initial state the slower one
-        learns (Eq. 72).
+        learns (Eq. 72). "auto": natural steps move, others do not.
     context: the model's own cache begins anew every so many tokens.
-    limits, on_alarm: when a level has drifted too far; the memory then rolls back by itself.
+    limits, on_alarm: how far the levels may go, and whom to tell when a text is refused.
     snapshots: how many states are kept to return to.
     """
-    if getattr(model, "training", False):
-        raise ValueError("model: in training mode, where dropout is random; call model.eval()")
-    chunks = list(chunks)
-    if not chunks:
-        raise ValueError("chunks: at least one level; got none")
+    check_model(model)
+    chunks = _chunks(chunks)
+    if rule is None:
+        rule = "natural" if rate is None else "gd"
+    natural = _is_natural(rule)
+    if transfer == "auto":
+        transfer = "move" if natural and assign == "share" and len(chunks) > 1 else None
     if transfer not in (None, "move", *TRANSFERS):
         known = ", ".join(repr(name) for name in (None, "move", *TRANSFERS))
         raise ValueError(f"transfer must be one of {known}; got {transfer!r}")
+    if matrices not in ("auto", "closing", "all"):
+        raise ValueError(f"matrices must be 'auto', 'closing' or 'all'; got {matrices!r}")
+    layers = ("last third" if natural else None) if layers == "auto" else layers
+    closing = matrices == "closing" or (matrices == "auto" and natural)
     count = len(chunks)
+    slots = assign_levels(model, count, layers=layers, assign=assign, closing=closing)
+    if rank == "auto":
+        rank = _affordable(model, slots, count) if natural else None
+    elif isinstance(rank, str):
+        raise ValueError(f"rank must be 'auto', None or a whole number; got {rank!r}")
     named = [_named(each) for each in _each(rule, count, "rule", (str, Rule))]
-    rate = _usual(chunks, [name for name, _ in named]) if rate is None else rate
+    if rate is None:
+        rate = _usual_rates(chunks, [name for name, _ in named], moves=transfer == "move")
     levels = [
         MemoryLevel(name=name, chunk=chunk, rule=made[1], rate=eta, retain=alpha, rank=rank)
         for name, chunk, made, eta, alpha in zip(
@@ -105,7 +134,7 @@ def adapt(
     continuum = Continuum(
         model,
         levels,
-        assign_levels(model, count, layers=layers, assign=assign),
+        slots,
         transfer=None if moves else transfer,
         transfer_rate=None if moves else transfer_rate,
         context=context,
@@ -117,6 +146,7 @@ def adapt(
         "retain": [level.retain for level in levels],
         "rank": rank,
         "layers": _plain_layers(layers),
+        "matrices": "closing" if closing else "all",
         "assign": assign,
         "transfer": transfer,
         "transfer_rate": transfer_rate,
@@ -130,13 +160,24 @@ def adapt(
         snapshots=snapshots,
         move_share=_share(transfer_rate) if moves else None,
         on_alarm=on_alarm,
+        budget=BUDGET if natural else None,
     )
 
 
 def load_learner(
-    model: Any, folder: str | Path, *, tokenizer: Any = None, **changed: Any
+    model: PreTrainedModel | nn.Module,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    **changed: Any,
 ) -> Learner:
-    """A learner made as a saved memory says, with what it has learned; `changed` overrides."""
+    """The learner a saved memory belongs to, with what it has learned: the inverse of `save`.
+
+        learner = nestling.load_learner(model, "memory", tokenizer=tokenizer)
+
+    model: the same base model; another one is refused. changed: arguments of `adapt` that differ
+    from the saved ones (limits, on_alarm, a rule of one's own).
+    """
     try:
         return _load_learner(model, folder, tokenizer, changed)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -159,11 +200,52 @@ def _load_learner(
     return learner
 
 
-def _usual(chunks: list[int | float], names: list[str]) -> float:
-    """The rate of gradient descent in chunks of this size."""
-    if others := sorted({name for name in names if name != "gd"}):
-        raise ValueError(f"rate: None is for gradient descent; rule {others[0]!r} needs a number")
-    return RATE_PER_TOKEN * min((chunk for chunk in chunks if chunk != math.inf), default=0.0)
+def _chunks(chunks: int | Sequence[int | float] | None) -> list[int | float]:
+    """The levels' chunks, fastest first."""
+    if chunks is None:
+        return list(CHUNKS)
+    if isinstance(chunks, (int, float)) and not isinstance(chunks, bool):
+        return [chunks]
+    if isinstance(chunks, (str, bytes)) or not isinstance(chunks, Iterable):
+        raise ValueError(
+            f"chunks: tokens between two updates, one number per level, such as [64, 512]; got"
+            f" {chunks!r}"
+        )
+    found = list(chunks)
+    if not found:
+        raise ValueError("chunks: at least one level; got none")
+    if all(isinstance(chunk, (int, float)) for chunk in found) and found != sorted(found):
+        raise ValueError(
+            f"chunks: the fastest level first, so in rising order; got {found}: write"
+            f" {sorted(found)}, and rates, rules and retention in the same order"
+        )
+    return found
+
+
+def _is_natural(rule: str | Rule | Sequence[str | Rule]) -> bool:
+    """Whether all levels take natural steps: the surprises of a chunk serve all or none."""
+    given = [rule] if isinstance(rule, (str, Rule)) else list(rule)
+    natural = [each == "natural" for each in given if isinstance(each, str) or each]
+    if any(natural) and not all(natural):
+        raise ValueError(f"rule: 'natural' is for all levels or for none; got {given!r}")
+    return bool(natural) and all(natural)
+
+
+def _affordable(model: Any, slots: Sequence[Slot], levels: int) -> int:
+    """The rank whose factors, and what is kept to undo texts, take `SHARE` of the model's bytes."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    sides = sum(sum(weight_of(model, slot.name)[0].shape) for slot in slots)
+    copies = levels * (1 + UNDO / 2)  # float32, and half precision
+    return max(min(int(SHARE * size / (4 * sides * copies)), MOST), 1)
+
+
+def _usual_rates(chunks: list[int | float], names: list[str], *, moves: bool) -> list[float]:
+    """Natural steps of rate 1; where differences move to slower levels, these only receive."""
+    if others := sorted({name for name in names if name != "natural"}):
+        raise ValueError(
+            f"rate: rule {others[0]!r} needs a number; only natural steps have a usual rate"
+        )
+    return [1.0 if number == 0 or not moves else 0.0 for number in range(len(chunks))]
 
 
 def _level_names(count: int) -> list[str]:

@@ -62,7 +62,7 @@ def _move(
     lost = slow.lost
     for mine, its in zip(slow.fast, fast.fast, strict=True):
         total = differences.add(mine, _like(differences.scale(its, share), rank))
-        if rank is not None and isinstance(total, Factors):
+        if rank is not None and total is not None:
             total, dropped = differences.truncate(total, rank)
             lost = lost + dropped
         given.append(total)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,50 @@ from torch import Tensor
 
 from nestling.adaptation import memory_files
 from nestling.adaptation.consolidate import check_move, move, moving
-from nestling.adaptation.texts import as_ids, check_range, encode, pieces
-from nestling.adaptation.watch import (
+from nestling.adaptation.drift import (
     Alarm,
-    Change,
     Drift,
     Limits,
     Snapshots,
+    as_numbers,
     base_norms,
-    changes,
     find_alarm,
+    norm,
     tree_bytes,
-    warn_rollback,
+    trust_region,
+    warn_refused,
 )
-from nestling.continuum import Continuum, ContinuumState, MemoryLevel
+from nestling.adaptation.memory_files import Text
+from nestling.adaptation.metric import model_metric
+from nestling.adaptation.own_text import own_texts
+from nestling.adaptation.peft_export import LowRank, save_peft
+from nestling.adaptation.slots import left_out
+from nestling.adaptation.texts import as_ids, chat_ids, check_range, encode, pieces
+from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, MemoryLevel
 from nestling.continuum import fast as differences
 from nestling.continuum.assignment import cut, weight_of
 from nestling.continuum.reading import Reading
-from nestling.losses import windowed_losses
+from nestling.levels import LevelUpdate
+from nestling.losses import pair_losses, windowed_losses
 
-__all__ = ["Learner", "Report"]
+__all__ = ["Learner", "Report", "Text", "passes_for"]
 
 PIECE = 512
 """Tokens between two looks at the limits, at least (a whole number of the fastest chunks)."""
 
+SHORT = ((1024, 4), (4096, 2))
+"""(tokens, passes): a text of at most so many tokens is read so many times."""
+
+UNDO = 2
+"""So many texts can be undone: the last ones. Each takes half of what the levels take."""
+
+PROBE, PROBES = 64, 8
+"""Tokens kept of every text to see whether later ones spoil it, and of how many texts."""
+
+SCORED = 1024
+"""Tokens of a text whose loss is measured before and after it is learned."""
+
+Levels = tuple[LevelState, ...]
 Progress = Callable[[int, "Report"], None]
 
 
@@ -52,8 +72,15 @@ class Report:
     loss: float = math.nan
     """Mean loss of the stream as it was read, each token judged before it was learned."""
     seconds: float = 0.0
-    changes: list[Change] = field(default_factory=list)
+    updates: list[LevelUpdate] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
+    refused: bool = False
+    """An alarm was raised: the memory stands where it stood before."""
+    passes: int = 1
+    text: tuple[float, float] = (math.nan, math.nan)
+    """Loss of the text (its first tokens) before and after; only of whole texts."""
+    own: tuple[float, float] = (math.nan, math.nan)
+    """Loss of text the model wrote itself before and after: the rise is what was forgotten."""
 
     def add(self, losses: Tensor, tokens: int) -> None:
         """Count one piece."""
@@ -61,6 +88,14 @@ class Report:
         total = (0.0 if self.pairs == 0 else self.loss * self.pairs) + float(known.sum())
         self.tokens, self.pairs = self.tokens + tokens, self.pairs + len(known)
         self.loss = total / self.pairs if self.pairs else math.nan
+
+    def __str__(self) -> str:
+        said = [f"{self.tokens:,} tokens read, {len(self.updates)} updates"]
+        if not math.isnan(self.text[0]):
+            said.append(f"loss on the text {self.text[0]:.3f} -> {self.text[1]:.3f}")
+        if not math.isnan(self.own[0]):
+            said.append(f"on the model's own text {self.own[0]:.3f} -> {self.own[1]:.3f}")
+        return "; ".join([*said, *(["refused"] if self.refused else [])])
 
 
 class Learner:
@@ -80,6 +115,7 @@ class Learner:
         snapshots: int = 3,
         move_share: float | None = None,
         on_alarm: Callable[[Alarm], None] | None = None,
+        budget: float | None = None,
     ) -> None:
         if move_share is not None:
             check_move(continuum)
@@ -87,12 +123,16 @@ class Learner:
         self.limits = Limits() if limits is None else limits
         self.on_alarm = on_alarm
         self.state: ContinuumState = continuum.init()
-        self.history: deque[Change] = deque(maxlen=4096)
+        self.history: deque[LevelUpdate] = deque(maxlen=4096)
+        self.texts: list[Text] = []
+        self.probes: list[Tensor] = []
         self.notes: Any = None  # what was saved beside the memory
         self._snapshots = Snapshots(snapshots)
-        self._move_share = move_share
+        self._move_share, self._budget = move_share, budget
         self._norms = base_norms(continuum)
-        self._last: dict[str, Change] = {}
+        self._last: dict[str, LevelUpdate] = {}
+        self._begun: tuple[str, ContinuumState] | None = None
+        self.continuum.confine = trust_region(continuum, self._norms, self.limits)
 
     # What it is
 
@@ -127,16 +167,16 @@ class Learner:
         standing = []
         for number, level in enumerate(self.levels):
             last, state = self._last.get(level.name), self.state.levels[number]
+            loss, gradient = (last.loss, last.grad_norm) if last else (math.nan, math.nan)
             far = self._far(self.state, number)
-            surprise, gradient = (last.surprise, last.gradient) if last else (math.nan, math.nan)
             updates = int(state.updates[0])
-            standing.append(Drift(level.name, level.chunk, updates, surprise, gradient, far))
+            standing.append(Drift(level.name, level.chunk, updates, loss, gradient, far))
         return tuple(standing)
 
     def size(self) -> dict[str, int]:
         """Bytes: each level's fast weights, unfinished chunks and rule states, running context,
-        and what the snapshots hold beyond that."""
-        levels = self.state.levels
+        what can be undone, and what the snapshots hold beyond that."""
+        levels, before = self.state.levels, [text.before for text in self.texts]
         sizes = {
             level.name: tree_bytes(state.fast, state.start)
             for level, state in zip(self.levels, levels, strict=True)
@@ -144,9 +184,13 @@ class Learner:
         learned = tree_bytes(*(part for s in levels for part in (s.fast, s.start)))
         total = tree_bytes(self.state)
         kept = tree_bytes(self.state, *self._snapshots.states())
-        working = tree_bytes(levels) - learned
-        context = total - tree_bytes(levels)
-        return {**sizes, "working": working, "context": context, "snapshots": kept - total}
+        return {
+            **sizes,
+            "working": tree_bytes(levels) - learned,
+            "context": total - tree_bytes(levels),
+            "undo": tree_bytes(*before) // 2,  # as they are saved
+            "snapshots": kept - total,
+        }
 
     def __repr__(self) -> str:
         sizes = self.size()
@@ -156,8 +200,10 @@ class Learner:
                 f"  {level.name:<10} chunk {level.chunk!s:>7}  rate {level.rate:<8g}"
                 f" {drift.updates:>6} updates  drift {drift.drift:.2e}  {_mb(sizes[level.name])}"
             )
-        rest = ", ".join(f"{name} {_mb(sizes[name])}" for name in ("working", "context"))
-        return "\n".join([*lines, f"  {rest}, snapshots {_mb(sizes['snapshots'])}"])
+        lines.append("  " + ", ".join(f"{k} {_mb(v)}" for k, v in sizes.items() if k in _REST))
+        if still := left_out(self.model):
+            lines.append(f"  {len(still)} mixtures of experts do not learn: {still[0]}, ...")
+        return "\n".join(lines)
 
     # Reading
 
@@ -174,17 +220,32 @@ class Learner:
             return model(input_ids, **options)
 
     @torch.no_grad()
-    def generate(self, prompt: Tensor | str, **options: Any) -> Any:
-        """Continue a prompt: text gives text, ids [B, T] give ids, as the model's `generate`."""
-        text = isinstance(prompt, str)
-        ids = (
-            encode(prompt, self.tokenizer, begin=True)[None] if isinstance(prompt, str) else prompt
-        )
+    def generate(
+        self, prompt: Tensor | str | list[Mapping[str, Any]] | None = None, **options: Any
+    ) -> Any:
+        """Continue a prompt with what was learned, as the model's own `generate`.
+
+        Text gives text; a chat (a list of `{"role": ..., "content": ...}`) gives the answer's text;
+        ids [B, T] give ids. `generate(**tokenizer(text, return_tensors="pt"))` works as well.
+        """
+        if prompt is None:
+            prompt = options.pop("input_ids", None)
+        if prompt is None:
+            raise ValueError("generate needs a prompt: text, a chat, or ids [B, T]")
+        chat = isinstance(prompt, list)
+        if isinstance(prompt, str):
+            ids = encode(prompt, self.tokenizer, begin=True)[None]
+        elif isinstance(prompt, list):
+            ids = chat_ids(prompt, self.tokenizer)[None]
+        else:
+            ids = prompt
         ids = ids.to(self.device)
         options = {"attention_mask": torch.ones_like(ids), **options}
         with self.reading() as model:
             made = model.generate(ids, **options)
-        return self.tokenizer.decode(made[0], skip_special_tokens=True) if text else made
+        if isinstance(prompt, Tensor):
+            return made
+        return self.tokenizer.decode(made[0][ids.shape[1] * chat :], skip_special_tokens=True)
 
     @torch.no_grad()
     def score(self, source: Tensor | str | list[int], *, window: int | None = None) -> float:
@@ -193,46 +254,151 @@ class Learner:
         Longer texts are read in windows (the context, at most 1,024), each after the first
         starting half a window back.
         """
-        ids = self._ids(source)
+        ids = self._ids(source).to(self.device)
         if len(ids) < 2:
             raise ValueError(f"score needs at least 2 tokens; got {len(ids)}")
         context = window or min(self.continuum.context or 1024, 1024)
-        losses = windowed_losses(lambda part: self(part).logits, ids.to(self.device), context)
-        return float(losses.double().mean())
+        return float(windowed_losses(lambda part: self(part).logits, ids, context).double().mean())
+
+    @torch.no_grad()
+    def own_loss(self) -> float:
+        """Mean loss of text the base model wrote by itself: what it rises by was forgotten."""
+        ids = own_texts(self.model).held_out
+        return float(pair_losses(self(ids[:, :-1]).logits, ids[:, 1:]).double().mean())
 
     # Learning
 
-    def learn(self, source: Any, *, progress: Progress | None = None) -> Report:
-        """Read text, token ids, or an iterator of either, and learn from it (Eq. 71).
+    def learn(
+        self,
+        source: Any,
+        *,
+        name: str | None = None,
+        passes: int | None = None,
+        progress: Progress | None = None,
+    ) -> Report:
+        """Read a text, token ids, or an iterator of either, and learn from it (Eq. 71).
 
-        The stream goes on where the last call ended, so it may be cut into calls anywhere;
-        `new_text` begins another. `progress(tokens, report)` is called as it goes.
+        A text (a string, or anything with a `name`) stands for itself: it is read several times if
+        it is short (`passes`), the report has its loss before and after, it can be undone by its
+        name, and it is refused if it spoils what was known before. Token ids and iterators without
+        a name are a stream that goes on where the last call ended, so it may be cut into calls
+        anywhere; `new_text` begins another. `progress(tokens, report)` is called as it goes.
         """
+        if passes is not None and (isinstance(passes, bool) or passes < 1):
+            raise ValueError(f"passes must be None or a whole number of at least 1; got {passes!r}")
+        self._prepare()
         report, begun = Report(), time.perf_counter()
-        self._snapshots.add(self.state)
-        waiting = torch.zeros(0, dtype=torch.long)
-        for piece in pieces(source, self.tokenizer, begin=self._fresh):
-            waiting = torch.cat([waiting, check_range(piece.cpu(), self.config.vocab_size)])
-            while len(waiting) >= (many := self._until_cut()):
-                self._learn_piece(waiting[:many], report)
-                waiting = waiting[many:]
-                report.seconds = time.perf_counter() - begun
-                if progress is not None:
-                    progress(report.tokens, report)
-        if len(waiting):
-            self._learn_piece(waiting, report)
-        report.seconds = time.perf_counter() - begun
-        if progress is not None:
-            progress(report.tokens, report)
+
+        def note() -> None:
+            report.seconds = time.perf_counter() - begun
+            if progress is not None:
+                progress(report.tokens, report)
+
+        if isinstance(source, str) or name is not None or passes is not None:
+            ids = torch.cat([check_range(p, self._vocabulary) for p in self._pieces(source, True)])
+            self._learn_text(ids, name or _name(source), passes, report, note)
+        else:
+            self._learn_stream(self._pieces(source, self._fresh), report, note)
+        note()
         return report
 
     def new_text(self) -> None:
         """What comes next has nothing to do with what was read; the memory stays."""
         self.state = self.continuum.new_context(self.state)
 
+    def begin_text(self, name: str, *, go_on: bool = False) -> None:
+        """What is learned until `end_text` is one text; `learn(text)` calls both.
+
+        go_on: the text was begun before the memory was saved and loaded.
+        """
+        self._begun = name, self.state
+        if not go_on:
+            self.new_text()
+
+    def finish_pass(self, report: Report | None = None) -> None:
+        """Learn what waits for its chunk to be full, and be ready for another text or pass."""
+        waiting = self.state.tokens.shape[1]
+        active = [int(level.chunk) for level in self.levels if level.active]
+        if waiting > 1 and active:
+            chunk, done = min(active), int(self.state.start[0])
+            filler = self.state.tokens[:, -1:].expand(1, chunk - done % chunk + 1 - waiting).clone()
+            nothing = torch.zeros_like(filler, dtype=torch.bool)
+            if filler.shape[1]:
+                out = self.continuum(filler, self.state, learn=nothing, keep_logits=False)
+                self._take(out, Report() if report is None else report)
+        self.new_text()
+
+    def end_text(self, ids: Tensor, report: Report | None = None) -> Alarm | None:
+        """Keep the text that was begun, or refuse it if it spoils what was known before it."""
+        if self._begun is None:
+            raise ValueError("no text was begun; call begin_text first")
+        name, before = self._begun
+        if alarm := self._forgotten(before):
+            self._refuse(alarm, Report() if report is None else report)
+            return alarm
+        self._begun = None
+        known = tuple(level.fast for level in before.levels)
+        self.texts = [*self.texts, Text(name, known)][-UNDO:]
+        middle = max(len(ids) - PROBE, 0) // 2
+        self.probes = [*self.probes, ids[middle : middle + PROBE].cpu()][-PROBES:]
+        self._snapshots.add(self.state)
+        return None
+
+    def _learn_text(
+        self,
+        ids: Tensor,
+        name: str,
+        passes: int | None,
+        report: Report,
+        note: Callable[[], None],
+    ) -> None:
+        if len(ids) < 2:
+            raise ValueError(f"a text needs at least 2 tokens to learn from; got {len(ids)}")
+        count = passes_for(len(ids)) if passes is None else passes
+        before, own = self.score(ids[:SCORED]), self._own_or_nan()
+        self.begin_text(name)
+        for report.passes in range(1, count + 1):
+            self._learn_stream(iter([ids]), report, note)
+            if not report.refused:
+                self.finish_pass(report)
+            if report.refused:
+                break
+        else:
+            self.end_text(ids, report)
+        report.text = before, self.score(ids[:SCORED])
+        report.own = own, self._own_or_nan()
+
+    def _learn_stream(
+        self, source: Iterator[Tensor], report: Report, note: Callable[[], None]
+    ) -> None:
+        self._snapshots.add(self.state)
+        waiting = torch.zeros(0, dtype=torch.long)
+        for piece in source:
+            waiting = torch.cat([waiting, check_range(piece, self._vocabulary)])
+            while len(waiting) >= (many := self._until_cut()) and not report.refused:
+                self._learn_piece(waiting[:many], report)
+                waiting = waiting[many:]
+                note()
+            if report.refused:
+                return
+        if len(waiting):
+            self._learn_piece(waiting, report)
+
+    def _pieces(self, source: Any, begin: bool) -> Iterator[Tensor]:
+        return pieces(source, self.tokenizer, begin=begin)
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.config.vocab_size)
+
     @property
     def _fresh(self) -> bool:
         return self.state.tokens.shape[1] == 0 and self.state.cache is None
+
+    def _prepare(self) -> None:
+        """Measure, once per model, what steps cost (rule "natural")."""
+        if self._budget is not None and self.continuum.metric is None:
+            self.continuum.metric = model_metric(self.continuum.engine, self._budget)
 
     def _until_cut(self) -> int:
         """Tokens until the next absolute position where limits and consolidation are looked at."""
@@ -246,44 +412,88 @@ class Learner:
 
     def _learn_piece(self, ids: Tensor, report: Report) -> None:
         out = self.continuum(ids[None].to(self.device), self.state, keep_logits=False)
-        made, state = changes(out.updates, self._norms), out.state
-        if self._move_share is not None:
-            state = move(self.continuum, state, self._move_share)
-            made += self._received(state, made)
-        alarm = find_alarm(made, self.limits)
         report.add(out.losses[0], len(ids))
-        if alarm is not None:
-            report.alarms.append(alarm)
-            self.state = self.continuum.new_context(self._snapshots.get(1, out.state))
-            warn_rollback(alarm, self.position)
-            if self.on_alarm is not None:
-                self.on_alarm(alarm)
-            return
-        self.state = state
-        report.changes += made
-        self.history.extend(made)
-        self._last |= {change.level: change for change in made}
-        slowest = max((level for level in self.levels if level.active), key=_chunk, default=None)
-        if slowest is not None and any(change.level == slowest.name for change in made):
+        made = self._take(out, report)
+        slowest = max((lv for lv in self.levels if lv.active), key=_chunk, default=None)
+        if slowest and any(update.level == slowest.name for update in made):
             self._snapshots.add(self.state)
 
-    def _received(self, state: ContinuumState, made: list[Change]) -> list[Change]:
+    def _take(self, out: Any, report: Report) -> list[LevelUpdate]:
+        """Take over what a call has learned; with an alarm, nothing of it."""
+        made, state = as_numbers(out.updates), out.state
+        if self._move_share is not None:
+            state = self._within(move(self.continuum, state, self._move_share))
+            made += self._received(state, made)
+        if alarm := find_alarm(made, self.limits):
+            self._refuse(alarm, report)
+            return []
+        self.state = state
+        report.updates += made
+        self.history.extend(made)
+        self._last |= {update.level: update for update in made}
+        return made
+
+    def _refuse(self, alarm: Alarm, report: Report) -> None:
+        """Go on from before the text that was begun, or from the last snapshot, and say so."""
+        name, good = self._begun or (None, self._snapshots.latest(self.state))
+        self.state, self._begun, self._last = self.continuum.new_context(good), None, {}
+        report.alarms.append(alarm)
+        report.refused = True
+        warn_refused(alarm, name, self.position)
+        if self.on_alarm is not None:
+            self.on_alarm(alarm)
+
+    def _forgotten(self, before: ContinuumState) -> Alarm | None:
+        """Whether learning since `before` raised the loss of held-out text past the limit."""
+        if math.isinf(self.limits.forget):
+            return None
+        after, rises = self.state, []
+        for state, sign in ((before, -1.0), (after, 1.0)):
+            self.state = state
+            known = [self.score(ids) for ids in self.probes if len(ids) > 1]
+            own = self._own_or_nan()
+            rises.append([sign * loss for loss in ([own] if own == own else []) + known])
+        for place, (old, new) in enumerate(zip(*rises, strict=True)):
+            rise = new + old
+            mine = place == 0 and self._budget is not None
+            measure = "the model's own text" if mine else "an earlier text"
+            if not rise <= self.limits.forget:
+                return Alarm(
+                    self.position, "all", f"rise of the loss of {measure}", rise, self.limits.forget
+                )
+        return None
+
+    def _own_or_nan(self) -> float:
+        return math.nan if self._budget is None else self.own_loss()
+
+    def _within(self, state: ContinuumState) -> ContinuumState:
+        """Levels that received something, within the drift they may have."""
+        levels = list(state.levels)
+        for number, level in enumerate(self.levels):
+            far, most = norm(levels[number].fast), self.limits.drift * self._norms[level.name]
+            if math.isfinite(far) and far > most:
+                fast = tuple(differences.scale(part, most / far) for part in levels[number].fast)
+                levels[number] = levels[number]._replace(fast=fast)
+        return state._replace(levels=tuple(levels))
+
+    def _received(self, state: ContinuumState, made: list[LevelUpdate]) -> list[LevelUpdate]:
         """Levels of rate 0 that were due: they changed by what has moved into them."""
         due = [
             number
             for number in moving(self.continuum)[1:]
             if not self.levels[number].active and self.levels[number].due(state.position)
         ]
-        last = made[-1].surprise if made else 0.0
+        last = made[-1].loss if made else 0.0
         return [
-            Change(state.position, self.levels[n].name, last, 0.0, self._far(state, n)) for n in due
+            LevelUpdate(
+                state.position, self.levels[n].name, last, 0.0, 0.0, norm(state.levels[n].fast)
+            )
+            for n in due
         ]
 
     def _far(self, state: ContinuumState, number: int) -> float:
         """A level's drift: the norm of its difference over that of the weights it sits on."""
-        fast = state.levels[number].fast
-        squares = sum(float(torch.as_tensor(differences.norm2(part)).sum()) for part in fast)
-        return math.sqrt(squares) / max(self._norms[self.levels[number].name], 1e-30)
+        return norm(state.levels[number].fast) / self._norms[self.levels[number].name]
 
     # Going back, and further
 
@@ -305,13 +515,42 @@ class Learner:
         self.state = self._snapshots.get(which, self.state)
         self._last = {}
 
+    def undo(self, name: str | None = None) -> str:
+        """Take back what one text changed: the last one, or by name; returns its name.
+
+        What later texts changed stays, within the levels' rank. Undoing the last text returns to
+        the memory before it, to the bit (after saving and loading: in half precision); streams
+        read since then go with it. See `learner.texts` for what can be undone.
+        """
+        names = [text.name for text in self.texts]
+        if not names or (name is not None and name not in names):
+            known = ", ".join(map(repr, names)) or "none"
+            raise ValueError(f"no text {name or ''!r} that can be undone; there are {known}")
+        place = len(names) - 1 if name is None else len(names) - 1 - names[::-1].index(name)
+        text, later = self.texts[place], self.texts[place + 1 :]
+        after = later[0].before if later else None
+        ranks = [level.rank for level in self.continuum.levels]
+        now = tuple(level.fast for level in self.state.levels)
+        fasts = text.before if after is None else _without(now, text.before, after, ranks)
+        levels = tuple(
+            level._replace(fast=fast) for level, fast in zip(self.state.levels, fasts, strict=True)
+        )
+        self.state = self.continuum.new_context(self.state._replace(levels=levels))
+        self.texts = self.texts[:place] + [
+            Text(each.name, _without(each.before, text.before, after, ranks))
+            for each in later
+            if after is not None
+        ]
+        self._last = {}
+        return text.name
+
     def reset(self, level: str | None = None) -> None:
         """Forget everything, or (by name) what one level has learned."""
         if level is None:
             self.state = self.continuum.init()
             self._snapshots.clear()
             self.history.clear()
-            self._last = {}
+            self.texts, self.probes, self._last = [], [], {}
             return
         number = self._number(level)
         fresh = self.continuum.init().levels[number]
@@ -337,7 +576,10 @@ class Learner:
                     place.copy_(place.to(full.dtype) + full)
             self.reset(self.levels[number].name)
         self._snapshots.clear()
-        self._norms = base_norms(self.continuum)
+        self.texts = []
+        own_texts.forget(self.model)
+        self.continuum.metric = None
+        self._norms |= base_norms(self.continuum)
 
     def save(self, folder: str | Path, *, context: bool = False, notes: Any = None) -> None:
         """Write the memory to a folder; whatever happens, it holds the old or the new one.
@@ -352,11 +594,36 @@ class Learner:
     def load(self, folder: str | Path) -> Any:
         """Take over a saved memory, and return its notes; nothing changes unless all is right."""
         saved = memory_files.load(Path(folder), self)
-        self.state, self.notes = saved.state, saved.notes
+        self.state, self.notes = _revived(self.continuum, saved.state), saved.notes
+        self.texts, self.probes = saved.texts, saved.probes
+        if saved.own is not None:
+            own_texts.remember(self.model, saved.own)
         self._snapshots.clear()
         self.history = deque(saved.history, maxlen=self.history.maxlen)
-        self._last = {change.level: change for change in self.history}
+        self._last = {update.level: update for update in self.history}
         return saved.notes
+
+    def export_peft(self, folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Path:
+        """Write the memory as a PEFT LoRA: `PeftModel.from_pretrained(model, folder)` has it.
+
+        Only for memories of low rank (`rank`); the adapter's rank is that of all levels together.
+        """
+        layers: dict[str, LowRank] = {}
+        for slot, live in zip(self.continuum.slots, self.continuum.engine.live(self.state.levels)):
+            factors = [fast for _, fast in live.parts]
+            if any(part.axis is not None for part, _ in live.parts) or not all(
+                isinstance(fast, Factors) for fast in factors
+            ):
+                raise ValueError(
+                    "export_peft: this memory keeps full matrices, which no LoRA can hold; make it"
+                    " with a rank and assign='share'"
+                )
+            if factors:
+                left, right = (torch.cat(side, -1)[0] for side in zip(*factors, strict=True))
+                layers[slot.name.removesuffix(".weight")] = LowRank(right.mT, left)
+        transposed = any(weight_of(self.model, slot.name)[1] for slot in self.continuum.slots)
+        base = str(getattr(self.config, "_name_or_path", "") or "")
+        return save_peft(Path(folder), layers, base=base, transposed=transposed, dtype=dtype)
 
     def _number(self, name: str) -> int:
         names = [level.name for level in self.levels]
@@ -366,7 +633,57 @@ class Learner:
 
     def _ids(self, source: Any) -> Tensor:
         ids = encode(source, self.tokenizer, begin=True) if isinstance(source, str) else source
-        return check_range(as_ids(ids), self.config.vocab_size)
+        return check_range(as_ids(ids), self._vocabulary)
+
+
+def passes_for(tokens: int) -> int:
+    """How often a text of so many tokens is read: short ones several times."""
+    return next((passes for most, passes in SHORT if tokens <= most), 1)
+
+
+_REST = ("working", "context", "undo", "snapshots")
+
+
+Fasts = tuple[tuple[Fast, ...], ...]
+
+
+def _without(now: Fasts, before: Fasts, after: Fasts, ranks: Sequence[int | None]) -> Fasts:
+    """`now - (after - before)` for every level and part, in the level's own form."""
+    return tuple(
+        tuple(
+            fast if new is old else _less(fast, new, old, rank)
+            for fast, old, new in zip(*parts, strict=True)
+        )
+        for rank, *parts in zip(ranks, now, before, after, strict=True)
+    )
+
+
+def _less(fast: Fast, new: Fast, old: Fast, rank: int | None) -> Fast:
+    rest = differences.add(differences.add(fast, differences.scale(new, -1.0)), old)
+    return rest if rank is None or rest is None else differences.truncate(rest, rank)[0]
+
+
+def _revived(continuum: Continuum, state: ContinuumState) -> ContinuumState:
+    """A loaded state that can go on learning through its updates (transfer="second_order").
+
+    What a level has learned since its context began counts as a constant from here on.
+    """
+    levels = []
+    for fresh, level in zip(continuum.init().levels, state.levels, strict=True):
+        starts, fasts = list(level.start), list(level.fast)
+        for place, new in enumerate(fresh.start):
+            begin, now = starts[place], fasts[place]
+            if isinstance(new, Tensor) and isinstance(begin, Tensor) and isinstance(now, Tensor):
+                starts[place] = begin = begin.detach().clone().requires_grad_(new.requires_grad)
+                fasts[place] = now.detach() + (begin - begin.detach())
+        levels.append(level._replace(start=tuple(starts), fast=tuple(fasts)))
+    return state._replace(levels=tuple(levels))
+
+
+def _name(source: Any) -> str:
+    """A name for a text that has none: its first words."""
+    words = " ".join(source[:200].split()) if isinstance(source, str) else "text"
+    return words if len(words) <= 40 else words[:37] + "..."
 
 
 def _chunk(level: MemoryLevel) -> int | float:

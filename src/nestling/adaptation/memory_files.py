@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from nestling.adaptation.watch import Change
-from nestling.continuum import Continuum, ContinuumState, Factors, LevelState, Pairs
+from nestling.adaptation.own_text import own_texts
+from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, Pairs
 from nestling.files import (
     BrokenFileError,
     check_state,
@@ -23,22 +24,43 @@ from nestling.files import (
     read_facts,
     save_state,
 )
-from nestling.tree import named_tuples, state_to
+from nestling.levels import LevelUpdate
+from nestling.tree import named_tuples, state_to, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from nestling.adaptation.learner import Learner
 
-__all__ = ["Saved", "describe", "fingerprint", "load", "read_meta", "save"]
+
+class Text(NamedTuple):
+    """A text the memory has learned, and what every level's parts were before it."""
+
+    name: str
+    before: tuple[tuple[Fast, ...], ...]
+
+
+__all__ = ["MemoryTree", "Saved", "Text", "describe", "fingerprint", "load", "read_meta", "save"]
 
 NAME, KIND = "memory", "nestling memory"
 LEVELS = 64  # at most, in a memory that is read
+
+
+class MemoryTree(NamedTuple):
+    """The tensors of a memory."""
+
+    state: ContinuumState
+    own: Tensor | None  # [rows, length]: text the base model wrote by itself
+    probes: tuple[Tensor, ...]  # [n] each: a little of every text, to see that it stays known
+    before: tuple[Any, ...]  # per text that can be undone: the levels before it, in float16
 
 
 class Saved(NamedTuple):
     """What a folder held, ready to be used."""
 
     state: ContinuumState
-    history: list[Change]
+    own: Tensor | None
+    probes: list[Tensor]
+    texts: list[Text]
+    history: list[LevelUpdate]
     notes: Any
 
 
@@ -62,14 +84,17 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
         **describe(learner),
         "position": state.position,
         "settings": learner.settings,
-        "history": [list(change) for change in learner.history],
+        "history": [list(update) for update in learner.history],
+        "texts": [text.name for text in learner.texts],
         "notes": notes,
     }
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise ValueError(f"notes must be something JSON can hold: {error}") from error
-    save_state(folder, NAME, KIND, state, facts)
+    before = tuple(tree_map(torch.Tensor.half, text.before) for text in learner.texts)
+    tree = MemoryTree(state, own_texts.drawn(learner.model), tuple(learner.probes), before)
+    save_state(folder, NAME, KIND, tree, facts)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -83,15 +108,16 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def load(folder: Path, learner: Learner) -> Saved:
     """Read a memory for this learner; raises BrokenFileError or ValueError, and changes nothing."""
     _must_be_there(folder)
-    state, facts = load_state(folder, NAME, KIND, _types(learner.continuum))
+    tree, facts = load_state(folder, NAME, KIND, _types(learner.continuum))
     _check_facts(folder, facts)
     _compare(folder, facts, describe(learner))
     try:
-        history = [Change(*change) for change in facts["history"]]
+        history = [LevelUpdate(*update) for update in facts["history"]]
     except TypeError as error:
         raise BrokenFileError(f"{folder}: not a memory's history: {error}") from error
-    if not isinstance(state, ContinuumState):
+    if not isinstance(tree, MemoryTree) or not isinstance(tree.state, ContinuumState):
         raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
+    state = tree.state
     try:
         check_state(state, learner.continuum.init(1), state.batch, str(folder))
     except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -99,7 +125,13 @@ def load(folder: Path, learner: Learner) -> Saved:
     _check_shapes(folder, state, learner.continuum)
     if state.position != facts["position"]:
         raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
-    return Saved(state_to(state, device=learner.device), history, facts["notes"])
+    _check_texts(folder, tree, facts["texts"], learner)
+    tree = state_to(tree, device=learner.device)
+    exact = state.levels[0].seen.dtype
+    before = tree_map(lambda half: half.to(exact), tree.before)
+    texts = [Text(name, parts) for name, parts in zip(facts["texts"], before, strict=True)]
+    probes = [ids.cpu() for ids in tree.probes]
+    return Saved(tree.state, tree.own, probes, texts, history, facts["notes"])
 
 
 def _must_be_there(folder: Path) -> None:
@@ -115,6 +147,7 @@ _FACTS = {
     "position": int,
     "settings": dict,
     "history": list,
+    "texts": list,
 }
 
 
@@ -150,7 +183,7 @@ def _compare(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
 def _types(continuum: Continuum) -> dict[str, type]:
     """The NamedTuples a state may hold: ours, the rules' states, a memory model's states."""
     ours: dict[str, type] = {
-        each.__name__: each for each in (ContinuumState, LevelState, Factors, Pairs)
+        each.__name__: each for each in (MemoryTree, ContinuumState, LevelState, Factors, Pairs)
     }
     inner: Any = getattr(continuum.model, "model", None)
     states = inner.init_states(1) if hasattr(inner, "init_states") else None
@@ -160,17 +193,42 @@ def _types(continuum: Continuum) -> dict[str, type]:
 
 def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> None:
     for number, level in enumerate(state.levels):
-        parts = continuum.parts[number]
-        if len(level.fast) != len(parts):
-            raise BrokenFileError(f"{folder}: level {number} has {len(level.fast)} parts")
-        for place, own in enumerate(parts):
-            size = list(continuum.engine.sizes[own.slot])
-            if own.part.axis is not None:
-                size[own.part.axis] = own.part.stop - own.part.start
-            for fast in (level.fast[place], level.sums[place]):
-                if isinstance(fast, Factors):
-                    found = [fast.left.shape[-2], fast.right.shape[-2]]
-                else:
-                    found = size if fast is None else list(fast.shape[-2:])
-                if found != size:
-                    raise BrokenFileError(f"{folder}: a difference of {found}, not {size}")
+        for fasts in (level.fast, level.sums):
+            _check_parts(folder, fasts, number, continuum)
+
+
+def _check_parts(folder: Path, fasts: Any, number: int, continuum: Continuum) -> None:
+    """Refuse differences of one level that do not fit the weights it sits on."""
+    parts = continuum.parts[number]
+    if not isinstance(fasts, tuple) or len(fasts) != len(parts):
+        raise BrokenFileError(f"{folder}: level {number} has not {len(parts)} parts")
+    for fast, own in zip(fasts, parts, strict=True):
+        size = list(continuum.engine.sizes[own.slot])
+        if own.part.axis is not None:
+            size[own.part.axis] = own.part.stop - own.part.start
+        if isinstance(fast, Factors):
+            found = [fast.left.shape[-2], fast.right.shape[-2]]
+        else:
+            found = size if fast is None else list(fast.shape[-2:])
+        if found != size:
+            raise BrokenFileError(f"{folder}: a difference of {found}, not {size}")
+
+
+def _check_texts(folder: Path, tree: MemoryTree, names: list[Any], learner: Learner) -> None:
+    """Refuse texts, and what they changed, that this memory cannot have."""
+    known = int(learner.config.vocab_size)
+    for ids in (tree.own, *tree.probes):
+        if ids is not None and (
+            ids.dtype != torch.int64 or not bool(((ids >= 0) & (ids < known)).all())
+        ):
+            raise BrokenFileError(f"{folder}: holds tokens this model does not know")
+    if len(names) != len(tree.before) or not all(isinstance(name, str) for name in names):
+        raise BrokenFileError(f"{folder}: its texts and its description do not agree")
+    for before in tree.before:
+        if not isinstance(before, tuple) or len(before) != len(learner.levels):
+            raise BrokenFileError(f"{folder}: a text changed other levels than there are")
+        for number, fasts in enumerate(before):
+            _check_parts(folder, fasts, number, learner.continuum)
+    for name, leaf in tree_leaves(tree.before):
+        if not bool(leaf.isfinite().all()):
+            raise BrokenFileError(f"{folder}: {name} holds a number that is not finite")

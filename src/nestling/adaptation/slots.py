@@ -1,7 +1,9 @@
 """Where a pretrained decoder keeps what it knows: the weight matrices of its MLPs.
 
 Works on the names of sub-modules, not on classes, so one function serves Llama, Qwen, Mistral,
-Gemma, GPT-2, GPT-NeoX, Phi and our own models.
+Gemma, GPT-2, GPT-J, GPT-NeoX, Falcon, MPT, Phi, OPT and our own models. The experts of a mixture
+are one tensor, not linear layers, and do not learn: there a shared expert does, or, where there is
+none, the matrix that closes the attention; `left_out` says which.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from torch import Tensor, nn
 from nestling.continuum import Part, Slot
 from nestling.continuum.assignment import own_slots
 
-__all__ = ["ASSIGNMENTS", "Matrix", "assign_levels", "choose_layers", "mlp_matrices"]
+__all__ = [
+    "ASSIGNMENTS",
+    "Matrix",
+    "assign_levels",
+    "check_model",
+    "choose_layers",
+    "left_out",
+    "mlp_matrices",
+]
 
 PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),  # Llama, Qwen, Mistral, Gemma, ...
@@ -23,10 +33,14 @@ PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("c_fc",), "c_proj"),  # GPT-2, whose Conv1D holds [in, out]
     (("dense_h_to_4h",), "dense_4h_to_h"),  # GPT-NeoX, Pythia
     (("fc1",), "fc2"),  # Phi, OPT
+    (("fc_in",), "fc_out"),  # GPT-J
     (("gate", "up"), "down"),  # ours: SwiGLU
     (("up",), "down"),  # ours: a level of a chain
 )
 """Names of an MLP's parts: those that open it, and the one that closes it."""
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+"""Names of the matrix that closes an attention."""
 
 ASSIGNMENTS = ("share", "split", "layers", "own")
 """How the levels divide the pretrained MLPs."""
@@ -54,37 +68,99 @@ class Matrix(NamedTuple):
         return self.weight.shape[stored] // (2 if self.fused else 1)
 
 
-def mlp_matrices(model: nn.Module, layers: Any = None) -> list[Matrix]:
-    """The MLP matrices of the chosen decoder layers, in the order of the layers."""
+def mlp_matrices(model: nn.Module, layers: Any = None, *, closing: bool = False) -> list[Matrix]:
+    """The MLP matrices of the chosen decoder layers, in the order of the layers.
+
+    closing: only those that close an MLP.
+    """
     prefix, blocks = _decoder(model)
     chosen = choose_layers(layers, len(blocks))
     matrices: list[Matrix] = []
     for number in chosen:
         found = _matrices_of(blocks[number], f"{prefix}.{number}", number)
         if not found:
+            some = [n for n, block in enumerate(blocks) if _matrices_of(block, "", n)]
             raise ValueError(
                 f"layers: layer {number} of {type(model).__name__} has no MLP whose matrices can"
-                f" learn (mixtures of experts and quantised layers are not supported); choose"
-                f" among {[n for n, b in enumerate(blocks) if _matrices_of(b, '', n)]}"
+                f" learn; choose among {some}"
             )
-        matrices += found
+        matrices += [matrix for matrix in found if matrix.axis == 1 or not closing]
     return matrices
 
 
+def left_out(model: nn.Module) -> list[str]:
+    """The MLPs of a model that cannot learn, by name: the experts of its mixtures."""
+    return [name for name, module in model.named_modules() if _is_experts(module)]
+
+
+def check_model(model: Any) -> None:
+    """Refuse what cannot be adapted, with its cause and what to do instead."""
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: a causal language model of torch; got {kind}")
+    if model.training:
+        raise ValueError("model: in training mode, where dropout is random; call model.eval()")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model: {kind} is wrapped by peft, whose adapters stand between a memory and the"
+            " weights; call model.merge_and_unload() first, or adapt the base model"
+        )
+    heads = getattr(model, "get_output_embeddings", None)
+    if heads is not None and heads() is None:
+        raise ValueError(
+            f"model: {kind} has no language-model head, so no next token can be learned; load it"
+            " with AutoModelForCausalLM"
+        )
+    away = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if away:
+        raise ValueError(
+            f"model: {len(away)} of its weights ({away[0]}, ...) are offloaded or were never"
+            " loaded; load the whole model onto one device (without device_map)"
+        )
+    for name, module in model.named_modules():
+        if _is_quantised(module):
+            raise ValueError(
+                f"model: {name} is a quantised {type(module).__name__}, whose weight is not a"
+                " floating point matrix; load the model unquantised (float32, bfloat16 or"
+                " float16); a .gguf file is dequantised by nestling.adaptation.load_pretrained"
+            )
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if isinstance(module, nn.Linear) and isinstance(weight, Tensor):
+        return not weight.is_floating_point() or weight.dtype.itemsize < 2
+    named = type(module).__name__.lower()
+    packed = any(hasattr(module, name) for name in ("qweight", "packed_weight", "_packed_params"))
+    return packed or ("quant" in named and "linear" in named)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    closing = own.get("down_proj")
+    return closing is not None and closing.dim() == 3
+
+
 def assign_levels(
-    model: nn.Module, levels: int, *, layers: Any = None, assign: str = "share"
+    model: nn.Module,
+    levels: int,
+    *,
+    layers: Any = None,
+    assign: str = "share",
+    closing: bool = False,
 ) -> tuple[Slot, ...]:
     """Which level owns what of the pretrained MLPs; every level starts as they are (section 7.3).
 
     "share": every level has a difference on every matrix. "split": each MLP's hidden units are
     divided, the first to the fastest level. "layers": each level has layers of its own, the last
     layers the fastest level. "own": the MLPs of our models' chains are the levels (Eq. 70).
+    closing: only the matrices that close an MLP.
     """
     if assign == "own":
         return own_slots(model)
     if assign not in ASSIGNMENTS:
         raise ValueError(f"assign must be one of {', '.join(ASSIGNMENTS)}; got {assign!r}")
-    matrices = mlp_matrices(model, layers)
+    matrices = mlp_matrices(model, layers, closing=closing)
     chosen = sorted({matrix.layer for matrix in matrices}, reverse=True)
     if assign == "layers" and len(chosen) < levels:
         raise ValueError(
@@ -182,7 +258,18 @@ def _matrices_of(block: nn.Module, prefix: str, layer: int) -> list[Matrix]:
                     full = f"{path}.{part}.weight"
                     found.append(_matrix(full, children[part], layer, closes=part == close))
                 break
+    if not found and any(_is_experts(module) for module in block.modules()):
+        return _attention_output(block, prefix, layer)
     return found
+
+
+def _attention_output(block: nn.Module, prefix: str, layer: int) -> list[Matrix]:
+    """The matrix that closes a block's attention: what learns where all MLPs are experts."""
+    for name, module in block.named_modules():
+        if name.rpartition(".")[2] in OUTPUTS and _is_matrix(module):
+            full = ".".join(filter(None, (prefix, name, "weight")))
+            return [_matrix(full, module, layer, closes=True)]
+    return []
 
 
 def _matrix(name: str, module: Any, layer: int, *, closes: bool) -> Matrix:

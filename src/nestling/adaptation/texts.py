@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_ids", "check_range", "encode", "pieces"]
+__all__ = ["as_ids", "chat_ids", "check_range", "encode", "pieces"]
 
 
 def as_ids(ids: Any, name: str = "ids") -> Tensor:
@@ -32,6 +32,19 @@ def encode(text: str, tokenizer: Any, *, begin: bool) -> Tensor:
     if begin and bos is not None and _adds_bos(tokenizer, bos):
         plain = [bos, *plain]
     return torch.tensor(plain, dtype=torch.long)
+
+
+def chat_ids(chat: list[Any], tokenizer: Any) -> Tensor:
+    """The tokens of a chat, [T], up to where the assistant's answer begins."""
+    if not chat or not all(isinstance(turn, Mapping) and "role" in turn for turn in chat):
+        raise ValueError(
+            'a chat is a list of {"role": ..., "content": ...}; token ids go into a tensor [B, T];'
+            f" got {str(chat)[:80]}"
+        )
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a chat needs a tokenizer with a chat template: adapt(model, tokenizer=)")
+    made = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    return torch.tensor(made["input_ids"], dtype=torch.long).flatten()
 
 
 def _adds_bos(tokenizer: Any, bos: int) -> bool:

@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "perplexity on a file, loss against position",
     "cost": "operations, bytes and communication of a training run on GPUs",
     "describe": "show a model and its optimizer as nested levels",
+    "doctor": "what this machine offers, and what to change",
 }
 
 _HELP = """usage: nestling COMMAND ...

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import math
 from pathlib import Path
+from typing import Any
 
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
   nestling eval runs/tiny/model book.txt --bins 12 --out loss.json
+  nestling eval runs/tiny/model book.txt --memory mine            (after `nestling learn`)
   nestling eval runs/tiny/model --tasks wikitext,lambada_openai       (needs nestling[eval])
   nestling eval runs/tiny/model --tasks mine --include my_tasks --limit 200
   nestling eval runs/tiny/model --suite ruler --lengths 1k,4k,16k --limit 20
@@ -23,7 +27,7 @@ loss at position 100,000 is the loss of a model that has read all of it."""
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    from nestling.cli.generate import trust_option
+    from nestling.cli.generate import folder, trust_option
 
     made = argparse.ArgumentParser(
         prog="nestling eval",
@@ -33,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("model", help="folder of a model")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
+    made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
     made.add_argument("--tokens", type=int, help="read at most this many tokens")
     made.add_argument("--tasks", help="lm-eval tasks, or tasks of the suite, separated by commas")
@@ -53,6 +58,8 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was measured."""
+    if arguments.memory is not None and arguments.suite:
+        raise ValueError("--memory goes with a file or --tasks, not with --suite")
     if (arguments.file is None) == (arguments.tasks is None and arguments.suite is None):
         raise ValueError("give a file to read, or --tasks, or --suite")
     if arguments.tasks is not None and not all(arguments.tasks.split(",")):
@@ -83,16 +90,27 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file}: no such file")
     model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    ids = tokenizer(  # type: ignore[operator]
+    ids = tokenizer(
         arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
     ).input_ids
-    result = loss_by_position(model, ids[: arguments.tokens], bins=arguments.bins)
+    reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
+    result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)
     if not math.isfinite(result.loss):
         raise ValueError(f"{arguments.model}: its loss on {arguments.file} is {result.loss}")
     print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
     for start, stop, loss in result.bins:
         print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
-    return result._asdict()
+    if reader is model:
+        return result._asdict()
+    plain = loss_by_position(model, ids[: arguments.tokens], bins=1)
+    print(f"without the memory: loss {plain.loss:.4f}, perplexity {plain.perplexity:.2f}")
+    return {**result._asdict(), "without_memory": plain.loss}
+
+
+def _with_memory(memory: Path, model: Any, tokenizer: Any) -> Any:
+    from nestling import load_learner
+
+    return load_learner(model, memory, tokenizer=tokenizer)
 
 
 def _suite(arguments: argparse.Namespace) -> dict[str, object]:
@@ -126,28 +144,32 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
-    from lm_eval.tasks import TaskManager
+    from nestling.cli.quiet import quiet
 
+    with quiet():  # the harness logs, draws bars, and asks git about a folder of its own
+        try:
+            import lm_eval
+            from lm_eval.models.huggingface import HFLM
+            from lm_eval.tasks import TaskManager
+        except ImportError as error:
+            raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        known = TaskManager(include_path=arguments.include and str(arguments.include))
     from nestling.cli.generate import load
 
-    include = None if arguments.include is None else str(arguments.include)
-    known = TaskManager(include_path=include)
-    wanted = arguments.tasks.split(",")
+    wanted = [task.strip() for task in arguments.tasks.split(",")]
     unknown = [task for task in wanted if task not in known.all_tasks]
     if unknown:
         raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
     model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    results = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer),
-        tasks=wanted,
-        task_manager=known,
-        limit=arguments.limit,
-    )["results"]
+    memory = arguments.memory and _with_memory(arguments.memory, model, tokenizer)
+    with quiet(), memory.reading() if memory else contextlib.nullcontext():
+        results = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer),
+            tasks=wanted,
+            task_manager=known,
+            limit=arguments.limit,
+        )["results"]
     for task, figures in results.items():
         for name, value in figures.items():
             if isinstance(value, float):

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 __all__ = ["folder", "load", "parser", "run", "trust_option"]
 
@@ -50,19 +51,22 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def load(name: str, *, trust_remote_code: bool = False) -> tuple[object, object]:
+def load(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """A causal language model, ours or another, and its tokenizer.
 
     Every command loads models here: complete ones only, and no code of theirs unless it is trusted.
+    What libraries say meanwhile is not shown.
     """
-    from transformers.utils import logging
+    from nestling.cli.quiet import quiet
 
-    import nestling.models  # noqa: F401  (registers our classes)
-    from nestling.adaptation import load_pretrained
+    with quiet():
+        from transformers.utils import logging
 
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    return load_pretrained(name, trust_remote_code=trust_remote_code)
+        import nestling.models  # noqa: F401  (registers our classes)
+        from nestling.adaptation import load_pretrained
+
+        logging.set_verbosity_error()
+        return load_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _standard_input() -> str:
@@ -84,13 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--seed must be from 0 to 2**63 - 1; got {arguments.seed}")
     if arguments.memory is not None and not (arguments.memory / "memory.json").exists():
         raise ValueError(f"--memory {str(arguments.memory)!r}: no memory is saved there")
-    from typing import Any
-
     import torch
     from transformers import TextStreamer
 
-    model: Any
-    tokenizer: Any
     prompt = _standard_input() if arguments.prompt == "-" else arguments.prompt
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
         raise ValueError("--prompt is not valid UTF-8")
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         sampling |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     writer = model
     if arguments.memory is not None:
-        from nestling.adaptation import load_learner
+        from nestling import load_learner
 
         writer = load_learner(model, arguments.memory, tokenizer=tokenizer)
     writer.generate(

@@ -7,21 +7,26 @@ import contextlib
 import hashlib
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
+  nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from diary.txt --memory mine
   nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --memory mine
-  nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from book.txt --layers "last third" --memory mine
   nestling learn MODEL --from more.txt --memory mine          # goes on with the same memory
   nestling learn MODEL --from book.txt --memory mine --out timeline.html
+  nestling learn MODEL --memory mine --undo diary.txt         # takes one text back
+  nestling learn MODEL --memory mine --export lora            # as a PEFT LoRA
   nestling generate MODEL --memory mine --prompt "Call me"
 
 The model is a folder, a name on the hub, a .gguf file, or a llama2.c .bin file beside its
 tokenizer. It is not changed: what is learned goes to the memory folder. A run that was stopped goes
-on where it was when the same command is given again. See docs/adapt.md."""
+on where it was when the same command is given again. Short texts are read several times; a text
+that spoils what was known before is refused. The exit code is 1 when nothing was learned. See
+docs/adapt.md."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,28 +40,37 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
-    made.add_argument("--from", dest="files", nargs="+", required=True, metavar="FILE", type=Path)
+    made.add_argument("--from", dest="files", nargs="+", default=[], metavar="FILE", type=Path)
     made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
-    new.add_argument("--levels", help="tokens between updates, fastest first (256,1024,4096)")
-    new.add_argument("--rate", help="for all levels, or one each (fastest chunk / 3200)")
-    new.add_argument("--rule", help="gd (default), momentum, adam, dgd, muon, m3, ...")
+    new.add_argument("--levels", help="tokens between updates, fastest first (64,512)")
+    new.add_argument("--rate", help="for all levels, or one each (natural steps: 1)")
+    new.add_argument("--rule", help="natural (default), gd, momentum, adam, dgd, muon, m3, ...")
     new.add_argument("--retain", help="what a level keeps at each update (default 1)")
-    new.add_argument("--layers", help='layers that learn: "last half", "first 4", 3,4,5 (all)')
+    new.add_argument("--layers", help='layers that learn: "last half", "first 4", 3,4,5')
     new.add_argument("--assign", help="share (default), split, layers, own")
     new.add_argument("--rank", type=int, help="keep differences as factors of this rank")
     new.add_argument("--transfer", help="move, reptile, first_order: from fast to slow levels")
+    made.add_argument("--passes", type=int, help="how often each text is read (short ones: 4)")
     new.add_argument("--context", type=int, help="the model's own context, in tokens")
-    made.add_argument("--limit", type=float, default=1.0, help="drift that rolls back (default 1)")
+    made.add_argument("--limit", type=float, default=1.0, help="drift of a level at most (1)")
+    made.add_argument(
+        "--forget",
+        type=float,
+        default=1.0,
+        help="a text is refused if it raises the loss on earlier ones by more (1 nat per token)",
+    )
     made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
     made.add_argument("--save-every", type=int, default=16384, metavar="TOKENS")
     made.add_argument("--out", type=Path, help="timeline of all levels, .html or .svg")
+    made.add_argument("--undo", metavar="NAME", help="take back what a text changed, by its name")
+    made.add_argument("--export", type=Path, metavar="FOLDER", help="write a PEFT LoRA")
     trust_option(made)
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn the files one after the other; returns 0.
+    """Learn the files one after the other; returns 0, or 1 when nothing was learned.
 
     The memory is locked meanwhile: a second `learn` on it is refused and learns nothing.
     """
@@ -75,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
-    from nestling.adaptation import Limits, adapt, load_learner
+    from nestling.adaptation import DriftWarning, Limits, adapt, load_learner
     from nestling.adaptation.texts import encode
     from nestling.cli.generate import load
     from nestling.host import keep_memory
@@ -84,28 +98,41 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     settings = _settings(arguments)
     if resumed:
         _refuse(arguments.memory, settings)
+    elif not texts:
+        raise ValueError(f"{arguments.memory}: no memory there; --from FILE makes one")
+    limits = Limits(drift=arguments.limit, forget=arguments.forget)
     keep_memory()
     model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    options: dict[str, Any] = {"tokenizer": tokenizer, "limits": Limits(drift=arguments.limit)}
-    if resumed:
-        learner = load_learner(model, arguments.memory, **options)
-    else:
+    options: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
+    if not resumed:
         learner = adapt(model, **settings, **options)
-    where = f"{arguments.memory} at position {learner.position:,}"
-    _say(f"goes on with {where}" if resumed else f"a new memory, {arguments.memory}")
-    plan = _plan(learner.notes, arguments.files, texts)
-    for number, text in enumerate(texts):
-        if not plan[number]["done"]:
-            ids = encode(text, tokenizer, begin=True)[: arguments.tokens]
-            _learn_file(learner, ids, plan, number, arguments)
-    print(learner)
-    if arguments.out is not None:
-        print(f"timeline: {_draw(learner, arguments.out, arguments.memory)}")
-    return 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftWarning)  # alarms are told below
+        if resumed:
+            learner = load_learner(model, arguments.memory, **options)
+        where = f"{arguments.memory} at position {learner.position:,}"
+        _say(f"goes on with {where}" if resumed else f"a new memory, {arguments.memory}")
+        if arguments.undo is not None:
+            learner.undo(arguments.undo)
+            learner.save(arguments.memory)
+            _say(f"{arguments.undo}: what it changed is taken back")
+        plan = _plan(learner.notes, arguments.files, texts)
+        learned = not texts
+        for number, text in enumerate(texts):
+            if not plan[number]["done"]:
+                ids = encode(text, tokenizer, begin=True)[: arguments.tokens]
+                _learn_file(learner, ids, plan, number, arguments)
+            learned = learned or bool(plan[number].get("updates"))
+        print(learner)
+        if arguments.out is not None:
+            print(f"timeline: {_draw(learner, arguments.out, arguments.memory)}")
+        if arguments.export is not None:
+            print(f"PEFT LoRA: {learner.export_peft(arguments.export)}")
+    return 0 if learned else 1
 
 
 def _plan(notes: Any, files: list[Path], texts: list[str]) -> list[dict[str, Any]]:
-    """Every file with how many of its tokens are learned: as a stopped run left it, or none."""
+    """Every file with how much of it is learned: as a stopped run left it, or nothing."""
     sums = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
     last = notes.get("files", []) if isinstance(notes, dict) else []
     stopped = not all(each["done"] for each in last)
@@ -114,38 +141,58 @@ def _plan(notes: Any, files: list[Path], texts: list[str]) -> list[dict[str, Any
         return [dict(each) for each in last]
     if not stopped and last and {each["sha256"] for each in last} & set(sums):
         _say("some of this was learned in the last run; learning it once more")
-    named = zip(files, sums, strict=True)
-    return [{"name": f.name, "sha256": s, "tokens": 0, "done": False} for f, s in named]
+    fresh = {"tokens": 0, "pass": 1, "updates": 0, "done": False}
+    return [{"name": f.name, "sha256": s, **fresh} for f, s in zip(files, sums, strict=True)]
 
 
 def _learn_file(
     learner: Any, ids: Any, plan: list[dict[str, Any]], number: int, arguments: argparse.Namespace
 ) -> None:
-    """Learn what is left of one file, saving as it goes."""
+    """Learn what is left of one file, saving as it goes, and say what it brought."""
+    from nestling.adaptation.learner import SCORED, Report, passes_for
+
     entry = plan[number]
-    done = min(int(entry["tokens"]), len(ids))
-    if done == 0:
-        learner.new_text()
-    updates = 0
-    with _Bar(entry["name"], len(ids)) as show:
+    passes = arguments.passes or passes_for(len(ids))
+    sample = ids[:SCORED]
+    if entry["tokens"] == 0 and entry["pass"] == 1:
+        if len(ids) > 1:
+            entry["before"] = [learner.score(sample), learner.own_loss()]
+        learner.begin_text(entry["name"])
+    else:
+        learner.begin_text(entry["name"], go_on=True)
+    with _Bar(entry["name"], len(ids) * passes) as show:
         while not entry["done"]:
+            done, before = entry["tokens"], len(ids) * (entry["pass"] - 1)
             piece = ids[done : done + arguments.save_every]
-            report = learner.learn(piece, progress=lambda n, r, at=done: show(at + n, r))
-            done, updates = done + len(piece), updates + len(report.changes)
-            entry |= {"tokens": done, "done": done >= len(ids)}
+            report = learner.learn(piece, progress=lambda n, r, at=before + done: show(at + n, r))
+            entry["tokens"] += len(piece)
+            if not report.refused and entry["tokens"] >= len(ids):
+                learner.finish_pass(report)
+                if entry["pass"] < passes:
+                    entry |= {"pass": entry["pass"] + 1, "tokens": 0}
+                else:
+                    learner.end_text(ids, report)
+                    entry["done"] = True
+            entry["updates"] = 0 if report.refused else entry["updates"] + len(report.updates)
+            entry["done"] = entry["done"] or report.refused
             learner.save(arguments.memory, context=not entry["done"], notes={"files": plan})
             for alarm in report.alarms:
                 _say(f"alarm: {alarm}")
-    chunk = min((level.chunk for level in learner.levels if level.active), default=0)
-    if not updates and len(ids) <= chunk:
-        _say(
-            f"{entry['name']}: nothing was learned, its {len(ids)} tokens do not fill a chunk of"
-            f" {chunk}; a new memory may have shorter ones (--levels)"
-        )
+    if report.refused:
+        _say(f"{entry['name']}: refused; the memory is as it was before this text")
+    elif not entry["updates"]:
+        _say(f"{entry['name']}: nothing was learned, a text needs 2 tokens at least")
+    elif "before" in entry:
+        after = learner.score(sample), learner.own_loss()
+        total = Report(text=(entry["before"][0], after[0]), own=(entry["before"][1], after[1]))
+        total.tokens, total.updates = len(ids) * passes, [None] * entry["updates"]  # type: ignore[list-item]
+        _say(f"{entry['name']}: {total}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("tokens", "save_every", "rank", "context"):
+    if not arguments.files and arguments.undo is None and arguments.export is None:
+        raise ValueError("give texts to learn with --from, or --undo NAME, or --export FOLDER")
+    for name in ("tokens", "save_every", "rank", "context", "passes"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
@@ -257,32 +304,28 @@ class _Bar:
 def _draw(learner: Any, out: Path, memory: Path) -> Path:
     """Which level updated when: surprise as bars, the distance from the base as a line."""
     from nestling.description import Timeline
-    from nestling.levels import LevelUpdate
 
-    timeline, before = Timeline(), dict.fromkeys((lv.name for lv in learner.levels), 0.0)
-    for change in learner.history:
-        moved = abs(change.drift - before[change.level])
-        before[change.level] = change.drift
-        timeline.record(
-            LevelUpdate(
-                change.position, change.level, change.surprise, math.nan, moved, change.drift
-            )
-        )
+    timeline = Timeline()
+    for update in learner.history:
+        timeline.record(update)
     if out.suffix == ".svg":
         return timeline.draw(out)
     from html import escape
 
     rows = "".join(
         f"<tr><td>{escape(d.level)}</td><td>{d.chunk}</td><td>{d.updates}</td>"
-        f"<td>{d.surprise:.4f}</td><td>{d.gradient:.4f}</td><td>{d.drift:.4f}</td></tr>"
+        f"<td>{d.drift:.4f}</td></tr>"
         for d in learner.drift
     )
     out.write_text(
         '<!doctype html><meta charset="utf-8"><title>Memory timeline</title>'
-        "<style>body{font:15px system-ui,sans-serif;margin:2rem}td,th{padding:.2rem 1rem;"
-        f"text-align:right}}</style><h1>{escape(str(memory))}</h1>{timeline.picture()}"
-        "<table><tr><th>level</th><th>chunk</th><th>updates</th><th>surprise</th>"
-        f"<th>gradient</th><th>drift</th></tr>{rows}</table>\n",
+        '<meta name="viewport" content="width=device-width">'
+        "<style>body{font:15px system-ui,sans-serif;margin:2rem auto;max-width:1180px"
+        ";padding:0 1rem}"
+        "svg{max-width:100%;height:auto}h1{overflow-wrap:anywhere}"
+        f"td,th{{padding:.2rem 1rem;text-align:right}}</style><h1>{escape(str(memory))}</h1>"
+        f"{timeline.picture()}<table><tr><th>level</th><th>chunk</th><th>updates</th>"
+        f"<th>drift: its difference over the weights</th></tr>{rows}</table>\n",
         encoding="utf-8",
     )
     return out

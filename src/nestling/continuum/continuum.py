@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nestling.continuum.assignment import Owned, Slot, weight_of
 from nestling.continuum.engine import TRANSFERS, Engine, Rate
 from nestling.continuum.state import ContinuumState, MemoryLevel, Output
-from nestling.continuum.stream import TokenStream, begin, context_limit
+from nestling.continuum.stream import Confine, Metric, TokenStream, begin, context_limit
 from nestling.continuum.supervised import Loss, PairStream
 
 __all__ = ["METAS", "Continuum", "meta_loss"]
@@ -48,6 +48,10 @@ class Continuum(nn.Module):
     loss: for a module that is no language model, `loss(outputs, targets)` of N examples, not
         reduced: [N] or more dimensions. The module then sees plain batches of examples, and the
         stream consists of (input, target) pairs [B, T, ...].
+    metric: maps every slot's inputs and surprises of a segment, [B, n, Di] and [B, n, Do], to those
+        whose products are the gradient the levels see: a preconditioner.
+    confine: called after every segment with the levels before and after it and their updates, it
+        returns levels and updates to go on with: a trust region.
     """
 
     def __init__(
@@ -63,6 +67,8 @@ class Continuum(nn.Module):
         segment: int | None = None,
         learn_rates: bool = False,
         loss: Loss | None = None,
+        metric: Metric | None = None,
+        confine: Confine | None = None,
     ) -> None:
         super().__init__()
         if loss is None and not hasattr(model, "config"):
@@ -80,6 +86,7 @@ class Continuum(nn.Module):
         self.engine = Engine(
             model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
+        self.metric, self.confine = metric, confine
         limit = None if loss is not None else context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)
         self.segment = segment
@@ -153,6 +160,8 @@ class Continuum(nn.Module):
                 meta=meta,
                 keep_logits=keep_logits,
                 measure=measure,
+                metric=self.metric,
+                confine=self.confine,
             )
             if learn is False or not self.engine.wiring.order:
                 return stream.read(ids.clone(), state)

@@ -264,7 +264,7 @@ def collect(state: LevelState, segment: Segment, wiring: Wiring, number: int) ->
         readers = wiring.readers[own.key] if level.rank is None else 0
         new = differences.add(old, segment.compact(own, dtype, readers))
         if level.rank is not None and old is not None and new is not None:
-            new, dropped = differences.truncate(new, 4 * level.rank)
+            new, dropped = _shorten(new, level.rank)
             lost = lost + dropped
         sums.append(new)
         pairs.append(_join(old_pairs, segment.pairs(own)) if wiring.pairs[number] else None)
@@ -277,6 +277,13 @@ def collect(state: LevelState, segment: Segment, wiring: Wiring, number: int) ->
     )
 
 
+def _shorten(fast: Tensor | Factors, rank: int) -> tuple[Tensor | Factors, Tensor | float]:
+    """A growing sum, cut to four times the rank once it has eight times as many columns."""
+    if isinstance(fast, Factors) and fast.left.shape[-1] <= 8 * rank:
+        return fast, 0.0
+    return differences.truncate(fast, 4 * rank)
+
+
 def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
     """Add the chunk a faster level has just finished to this level's own."""
     sums = [differences.add(mine, its) for mine, its in zip(state.sums, faster.sums, strict=True)]
@@ -284,7 +291,7 @@ def feed(state: LevelState, faster: LevelState, rank: int | None) -> LevelState:
     if rank is not None:
         for place, new in enumerate(sums):
             if new is not None:
-                sums[place], dropped = differences.truncate(new, 4 * rank)
+                sums[place], dropped = _shorten(new, rank)
                 lost = lost + dropped
     both = zip(state.pairs, faster.pairs, strict=True)
     return state._replace(
@@ -485,7 +492,7 @@ def remember(state: LevelState, rank: int | None) -> LevelState:
     outer = [differences.add(old, new) for old, new in zip(state.outer, state.sums, strict=True)]
     for place, new in enumerate(outer):
         if rank is not None and new is not None:
-            outer[place], _ = differences.truncate(new, 4 * rank)
+            outer[place], _ = _shorten(new, rank)
     return state._replace(
         outer=tuple(outer),
         outer_seen=state.outer_seen + state.seen,

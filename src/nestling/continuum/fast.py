@@ -177,6 +177,9 @@ def truncate_all(fasts: Sequence[Tensor | Factors], rank: int) -> list[tuple[Fac
     alike: dict[int, list[int]] = {}
     for place, fast in enumerate(fasts):
         columns = fast.left.shape[-1] if isinstance(fast, Factors) else 0
+        if not _finite(fast):  # the decompositions below raise where a caller wants to see it
+            done[place] = _lost(fast, rank)
+            continue
         if isinstance(fast, Tensor):
             done[place] = _by_matrix(fast, rank)
         elif columns <= rank:
@@ -191,6 +194,20 @@ def truncate_all(fasts: Sequence[Tensor | Factors], rank: int) -> list[tuple[Fac
         some = [fast for place in places if isinstance(fast := fasts[place], Factors)]
         done |= zip(places, _by_grams(some, rank), strict=True)
     return [done[place] for place in range(len(fasts))]
+
+
+def _finite(fast: Tensor | Factors) -> bool:
+    return all(
+        bool(each.isfinite().all()) for each in ([fast] if isinstance(fast, Tensor) else fast)
+    )
+
+
+def _lost(fast: Tensor | Factors, rank: int) -> tuple[Factors, Tensor]:
+    """What is not finite, in the form of its rank: every number is nan."""
+    outputs, inputs = fast.shape[-2:] if isinstance(fast, Tensor) else (s.shape[-2] for s in fast)
+    like = fast if isinstance(fast, Tensor) else fast.left
+    sides = (like.new_full((like.shape[0], size, rank), torch.nan) for size in (outputs, inputs))
+    return Factors(*sides), like.new_full((like.shape[0],), torch.nan)
 
 
 def _exact(left: Tensor, right: Tensor, rank: int) -> tuple[Factors, Tensor]:

@@ -27,6 +27,11 @@ FEW = 32
 """Up to so many tokens a full difference is read beside the base, not added into it."""
 
 
+_TRANSPOSES = frozenset([torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.t, torch.t])  # type: ignore[attr-defined]
+_PRODUCTS = frozenset([torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul])
+"""How layers with a forward pass of their own (Falcon) read a weight: `x @ weight.T`."""
+
+
 class LiveSlot(NamedTuple):
     """A slot as it stands now: the stored weight, and the differences of its parts."""
 
@@ -63,6 +68,7 @@ class Reading(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.numbers = {id(slot.weight): number for number, slot in enumerate(slots)}
+        self.turned: dict[int, tuple[Tensor, int]] = {}  # transposes of slots' weights, by id
         self.slots, self.batch = slots, batch
         self.record, self.constant = record, constant
         self.records: list[list[Record]] = [[] for _ in slots]
@@ -82,6 +88,13 @@ class Reading(TorchFunctionMode):
         if func is torch.addmm and len(args) > 2 and id(args[2]) in self.numbers and not kwargs:
             number = self.numbers[id(args[2])]
             return self._answer(number, args[1], args[0], lambda: func(*args))
+        if func in _TRANSPOSES and len(args) == 1 and id(args[0]) in self.numbers:
+            turned = func(*args)
+            self.turned[id(turned)] = turned, self.numbers[id(args[0])]
+            return turned
+        if func in _PRODUCTS and len(args) == 2 and id(args[1]) in self.turned:
+            number = self.turned[id(args[1])][1]
+            return self._answer(number, args[0], None, lambda: func(*args))
         return func(*args, **kwargs)
 
     def _answer(
@@ -102,7 +115,7 @@ class Reading(TorchFunctionMode):
         else:
             y = plain()
         for part, fast in aside:
-            y = y + _spread(read(_inputs(rows, part), fast), part, y.shape)
+            y = y + _spread(read(_inputs(rows, part), fast), part, y.shape).to(y.dtype)
         if self.record:
             if not y.requires_grad:
                 y.requires_grad_()

@@ -30,6 +30,8 @@ from nestling.scan import any_order
 from nestling.tree import state_detach
 
 __all__ = [
+    "Confine",
+    "Metric",
     "Outer",
     "TokenStream",
     "align",
@@ -39,6 +41,13 @@ __all__ = [
     "context_limit",
 ]
 
+
+Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
+"""`metric(slots)`: other inputs [B, n, Di] and surprises [B, n, Do] in place of every slot's."""
+
+Levels = tuple[LevelState, ...]
+Confine = Callable[[Levels, Levels, list[LevelUpdate]], tuple[Levels, list[LevelUpdate]]]
+"""`confine(before, after, updates)`: the levels and updates to go on with."""
 Run = Callable[[Tensor, Any, int], tuple[Tensor, Any]]
 """A model's forward pass: tokens [B, n], cache tree and tokens in it -> logits, cache tree."""
 
@@ -178,6 +187,8 @@ class TokenStream:
         keep_logits: bool = True,
         measure: bool = True,
         final: bool = False,
+        metric: Metric | None = None,
+        confine: Confine | None = None,
     ) -> None:
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
@@ -190,6 +201,8 @@ class TokenStream:
         self.constant = meta in (None, "frozen")
         plain = self.wiring.transfer is None and all(self.wiring.plain)
         # No graph, initial state or rule holds differences made here: they may be overwritten.
+        self.metric, self.confine = metric, confine
+        plain = plain and confine is None  # a trust region compares with what was
         self.made: set[int] | None = set() if meta is None and plain else None
         self.logits: list[Tensor] = []
         self.losses: list[Tensor] = []
@@ -365,9 +378,10 @@ class TokenStream:
             keep = graph or self.meta is not None or outer is not None
             with torch.enable_grad(), _exact(logits):
                 found = self.engine.surprises(reading, learned.sum(), graph=graph, keep=keep)
-            segment = Segment(found, count, total)
+            segment = Segment(found if self.metric is None else self.metric(found), count, total)
         if outer is not None and not (alike and some):
             self._outer_pass(logits, reading, levels, skip)
+        before = levels
         with _exact(logits):
             levels, updates = self.engine.learn(
                 levels,
@@ -381,6 +395,8 @@ class TokenStream:
                 owned=self.made,
                 needed=needed,
             )
+        if self.confine is not None and updates:
+            levels, updates = self.confine(before, levels, updates)
         self.updates += updates
         if self.meta is None:
             logits, losses = logits.detach(), losses.detach()
@@ -479,5 +495,6 @@ def context_limit(model: nn.Module) -> int | None:
         return None
     config: Any = model.config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(config, "max_position_embeddings", None)
+    found = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    limit = next(filter(None, found), None)  # MPT calls it max_seq_len
     return int(limit) if limit else None

@@ -28,7 +28,7 @@ from nestling.levels import LevelUpdate
 __all__ = ["Timeline"]
 
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1180, 190, 150, 86, 84
-COLOURS = ("#c2410c", "#b45309", "#4d7c0f", "#0f766e", "#0369a1", "#4338ca", "#7e22ce", "#9d174d")
+COLOURS = ("#c2410c", "#0369a1", "#4d7c0f", "#7e22ce", "#0f766e", "#9d174d", "#4338ca", "#b45309")
 
 
 class Timeline:

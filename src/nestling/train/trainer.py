@@ -182,6 +182,12 @@ def check(recipe: Recipe) -> None:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"optim.name must be one of {known}; got {recipe.optim.name!r}")
     check_tokenizer(recipe.data.tokenizer)
+    cpu = not torch.cuda.is_available()
+    if recipe.run.precision == "bf16" and cpu and bf16_speed() is None:
+        raise ValueError(
+            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
+            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        )
     for source in (*recipe.data.train, *recipe.data.valid):
         Corpus(source=source).check()
 
@@ -352,7 +358,7 @@ class Trainer:
     def __init__(self, recipe: Recipe, folder: Path, world: World, progress: Progress) -> None:
         self.recipe, self.folder, self.world, self.progress = recipe, folder, world, progress
         if recipe.run.precision == "bf16" and world.device.type == "cpu" and world.main:
-            _check_bf16(progress)
+            _warn_of_bf16(progress)
         self.encoder, train, self.valid = load_data(recipe, world)
         self.batches = make_batches(recipe, train)
         self.bare = make_model(recipe, self.encoder)
@@ -561,15 +567,10 @@ class Trainer:
         return self.memory.step >= run.steps or stale
 
 
-def _check_bf16(progress: Progress) -> None:
-    """Refuse bf16 where this CPU faults on it, and say so where it is slower than float32."""
+def _warn_of_bf16(progress: Progress) -> None:
+    """Say so where this CPU is slower in bf16 than in float32."""
     speed = bf16_speed()
-    if speed is None:
-        raise ValueError(
-            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
-            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-        )
-    if speed < 1.0:
+    if speed is not None and speed < 1.0:
         progress.say(
             f"run.precision=bf16 is emulated on this CPU: {speed:.2f}x the speed of float32; take"
             " run.precision=float32"

@@ -1,0 +1,265 @@
+"""Whole texts: learned in natural steps, measured, refused, undone, exported."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny
+
+import nestling
+from nestling.adaptation import DriftWarning, Limits
+from nestling.adaptation.metric import measure_metric
+from nestling.adaptation.own_text import own_texts, sample_text
+from nestling.continuum.reading import Reading
+from nestling.losses import pair_losses
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def phrase(seed: int = 0, count: int = 130) -> torch.Tensor:
+    return tokens(12, seed).repeat(count // 12 + 1)[:count]
+
+
+def natural(model=None, **options):
+    """Steps long enough for models of a few thousand weights, and no limit on forgetting."""
+    return nestling.adapt(
+        tiny() if model is None else model,
+        [16, 64],
+        rule="natural",
+        rate=[30.0, 0.0],
+        rank=6,
+        layers=None,
+        limits=Limits(forget=math.inf),
+        **options,
+    )
+
+
+def test_the_defaults_are_small_and_teach():
+    model = tiny(vocab=256)
+    learner = nestling.adapt(model)
+    assert [level.chunk for level in learner.levels] == [64, 512]
+    assert all(slot.name.endswith("down_proj.weight") for slot in learner.continuum.slots)
+    report = learner.learn(phrase(), name="phrase")
+    assert report.passes == 4
+    assert report.text[1] < report.text[0]
+    assert report.own[1] - report.own[0] < 0.1
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    sizes = learner.size()
+    kept = sum(sizes[level.name] for level in learner.levels) + sizes["undo"]
+    assert 0 < kept <= 0.02 * whole
+    assert "loss on the text" in str(report)
+    assert "on the model's own text" in str(report)
+
+
+def test_a_sample_of_the_models_own_is_the_same_every_time():
+    model = tiny()
+    one, two = (sample_text(model, rows=3, length=12) for _ in range(2))
+    assert one.shape == (3, 12)
+    assert torch.equal(one, two)
+    assert not torch.equal(one, sample_text(model, rows=3, length=12, seed=1))
+    assert bool((one[:, 0] == 1).all())  # BOS
+    with pytest.raises(ValueError, match="a row and 2 tokens at least"):
+        sample_text(model, rows=0)
+
+
+def test_a_natural_step_is_the_inverse_moment_and_costs_its_budget():
+    """`G A^-1 / s` by matrices, scaled to the budget, is what the pairs make."""
+    model = tiny().double()
+    engine = nestling.adapt(model, [8], rate=0.1).continuum.engine
+    own = own_texts(model).measured
+    metric = measure_metric(engine, own, budget=1e-3, size=1000, damping=0.1)
+    found = []
+    for row in own.split(1):
+        with torch.enable_grad(), (reading := Reading(engine.live(engine.init(1)), 1, record=True)):
+            logits = model(input_ids=row[:, :-1]).logits
+        loss = pair_losses(logits, row[:, 1:]).sum()
+        found.append(engine.surprises(reading, loss, graph=False, keep=False))
+    segment = found[0]
+    mapped = metric(segment)
+    price, steps = 0.0, []
+    for number, (x, surprise) in enumerate(segment):
+        inputs = torch.cat([each[number][0][0] for each in found])
+        scale = torch.cat([each[number][1][0] for each in found]).square().mean()
+        moment = inputs.mT @ inputs / len(inputs)
+        moment = moment + 0.1 * moment.diagonal().mean() * torch.eye(len(moment)).double()
+        gradient = (surprise[0].mT @ x[0]) / x.shape[1]
+        steps.append(gradient @ moment.inverse() / scale)
+        price += float((gradient * steps[-1]).sum())
+    share = math.sqrt(2 * 1e-3 / price)
+    for (x, surprise), step in zip(mapped, steps):
+        made = (surprise[0].mT @ x[0]) / x.shape[1]
+        assert torch.allclose(made, share * step, rtol=1e-6, atol=1e-12)
+
+
+def test_natural_steps_forget_less_than_gradient_descent_at_the_same_loss():
+    model, text = tiny(seed=3), phrase(5)
+    own = own_texts(model).held_out
+
+    def loss(learner):
+        return float(pair_losses(learner(own[:, :-1]).logits, own[:, 1:]).mean())
+
+    frozen = loss(nestling.adapt(model, [16], rate=0.0))
+    steps = natural(model)
+    goal = steps.learn(text, name="a", passes=6).text[1]
+    plain = nestling.adapt(model, [16], rate=0.3, matrices="closing")
+    for _ in range(60):
+        if plain.learn(text, passes=1).text[1] <= goal:
+            break
+    assert plain.score(text) <= goal
+    assert loss(steps) - frozen < loss(plain) - frozen
+
+
+def test_the_end_of_a_text_is_learned_too():
+    """20 tokens in chunks of 16: the last ones used to be dropped."""
+    learner = nestling.adapt(tiny(), [16], rate=0.5)
+    report = learner.learn(phrase(count=20), name="short", passes=1)
+    assert len(report.updates) == 2
+    assert learner.state.tokens.shape[1] == 0
+    stream = nestling.adapt(tiny(), [16], rate=0.5)
+    assert len(stream.learn(phrase(count=20)).updates) == 1
+
+
+def test_one_text_can_be_undone():
+    model, ids = tiny(), tokens(20, 5)
+    learner = natural(model)
+    learner.learn(phrase(1), name="a")
+    after_a = learner(ids[None]).logits
+    learner.learn(phrase(2), name="b")
+    assert [text.name for text in learner.texts] == ["a", "b"]
+    known = learner.score(phrase(2))
+    assert learner.undo() == "b"
+    assert torch.equal(learner(ids[None]).logits, after_a)  # to the bit: nothing came after it
+    learner.learn(phrase(2), name="b")
+    frozen = nestling.adapt(model, [16], rate=0.0)
+    learned = learner.score(phrase(1))
+    learner.undo("a")  # b stays
+    assert learner.score(phrase(1)) > (learned + frozen.score(phrase(1))) / 2
+    assert learner.score(phrase(2)) < (known + frozen.score(phrase(2))) / 2
+    with pytest.raises(ValueError, match="no text 'a' that can be undone; there are 'b'"):
+        learner.undo("a")
+
+
+def test_undo_and_learning_go_on_after_loading(tmp_path):
+    model = tiny()
+    learner = natural(model)
+    learner.learn(phrase(1), name="a")
+    before = learner.score(phrase(1))
+    learner.learn(phrase(2), name="b")
+    learner.save(tmp_path)
+    again = nestling.load_learner(model, tmp_path)
+    assert torch.equal(again(phrase()[None]).logits, learner(phrase()[None]).logits)
+    assert again.undo("b") == "b"
+    assert again.score(phrase(1)) == pytest.approx(before, abs=0.02)
+    free = Limits(forget=math.inf)
+    one, two = (nestling.load_learner(model, tmp_path, limits=free) for _ in range(2))
+    for each in (one, two):
+        each.learn(phrase(3), name="c")
+    assert torch.equal(one(phrase()[None]).logits, two(phrase()[None]).logits)
+
+
+def test_a_text_that_spoils_what_was_known_is_refused():
+    learner = nestling.adapt(tiny(), [8], rate=0.5, limits=Limits(forget=0.3))
+    learner.learn(phrase(1), name="mine")
+    mine = learner.score(phrase(1))
+    with pytest.warns(DriftWarning, match="loss of an earlier text.*the text 'poison' is not"):
+        report = learner.learn(tokens(250, 9), name="poison")
+    assert report.refused
+    assert learner.score(phrase(1)) == mine
+    assert [text.name for text in learner.texts] == ["mine"]
+    learner.learn(phrase(1), name="mine again")  # and goes on from the last good state
+    assert learner.score(phrase(1)) <= mine
+
+
+def test_a_poisoned_text_is_undone_within_five_percent():
+    learner = nestling.adapt(tiny(), [8], rate=0.5, limits=Limits(forget=math.inf))
+    learner.learn(phrase(1), name="mine")
+    mine = learner.score(phrase(1))
+    learner.learn(tokens(250, 9), name="poison")
+    assert learner.score(phrase(1)) > mine + 0.3
+    learner.undo("poison")
+    assert learner.score(phrase(1)) == pytest.approx(mine, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_peft_loads_an_export_with_equal_logits(family, tmp_path):
+    peft = pytest.importorskip("peft")
+    model, ids = tiny(family), tokens(30, 5)[None]
+    learner = natural(model)
+    with pytest.raises(ValueError, match="nothing was learned yet"):
+        learner.export_peft(tmp_path)
+    learner.learn(phrase(), name="a")
+    learner.export_peft(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(tiny(family), tmp_path).eval()
+    with torch.no_grad():
+        found = loaded(ids).logits
+    assert torch.allclose(found, learner(ids).logits, atol=2e-5)
+    assert not torch.allclose(found, model(ids).logits, atol=1e-2)
+    full = nestling.adapt(model, [8], rate=0.1)
+    full.learn(phrase())
+    with pytest.raises(ValueError, match="full matrices, which no LoRA can hold"):
+        full.export_peft(tmp_path)
+
+
+def test_second_order_learns_on_after_loading(tmp_path):
+    """It used to raise "does not require grad"."""
+    model, ids = tiny(), tokens(20, 5)[None]
+    learner = nestling.adapt(model, [8, 32], rate=0.1, transfer="second_order")
+    learner.learn(tokens(50))
+    learner.save(tmp_path)
+    again = nestling.load_learner(model, tmp_path)
+    assert torch.equal(again(ids).logits, learner(ids).logits)
+    report = again.learn(tokens(100, 1))
+    assert report.updates
+    assert not torch.equal(again(ids).logits, learner(ids).logits)
+
+
+JOBS = int(os.environ.get("NESTLING_JOBS", "24"))
+
+
+def test_jobs_in_threads_equal_jobs_in_turn():
+    """All kinds at once, second order included; NESTLING_JOBS=1000 for the long run."""
+    model, ids = tiny(), tokens(20, 5)[None]
+    kinds = [
+        {"rate": 0.1, "transfer": "second_order"},
+        {"rate": 0.1},
+        {"rate": 0.1, "rank": 3},
+        {"rule": "adam", "rate": 1e-3},
+    ]
+
+    def job(number: int) -> torch.Tensor:
+        learner = nestling.adapt(model, [8, 32], **kinds[number % len(kinds)])
+        learner.learn(tokens(66, number))
+        return learner(ids).logits
+
+    serial = [job(number) for number in range(JOBS)]
+    found: list = [None] * JOBS
+    gate = threading.Semaphore(8)
+
+    def run(number: int) -> None:
+        with gate:
+            found[number] = job(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(JOBS)]
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    for thread in threads:
+        thread.start()
+    during = [torch.backends.cuda.flash_sdp_enabled() for _ in range(200)]
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(serial, found))
+    assert all(seen == flash for seen in during)  # no switch of the process was touched
+
+
+def test_names_a_newcomer_finds():
+    assert nestling.load_learner is nestling.adaptation.load_learner
+    assert {"adapt", "load_learner"} <= set(nestling.__all__)
+    source = Path(nestling.adaptation.__file__).parent
+    assert not (source / "watch.py").exists()
