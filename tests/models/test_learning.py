@@ -506,3 +506,12 @@ def test_what_learning_levels_cannot_do_is_said():
     with pytest.raises(ValueError, match="keep no hidden states; pass learn=False"):
         model(ids, output_hidden_states=True)
     assert model(ids, output_hidden_states=True, learn=False).hidden_states is not None
+
+
+def test_a_description_says_which_levels_learn():
+    from nestling.description import describe
+
+    text = str(describe(learner(levels=[LEVELS[0], {"name": "slow", "chunk": 8}])))
+    assert "fast learn while a sequence is read; slow frozen" in text
+    still = [{"name": "fast", "chunk": 4}, {"name": "slow", "chunk": 8}]
+    assert "within a sequence it is frozen" in str(describe(learner(levels=still)))

@@ -43,9 +43,20 @@ def continuum(model: nn.Module) -> list[str]:
     return [
         "continuum memory: "
         + ", ".join(f"{name} {pace}" for name, pace in levels)
-        + ", as declared; within a sequence it is frozen, its weights are listed where they step"
+        + f", as declared; {_learning(model, [name for name, _ in levels])}"
         for levels in sorted(declared)
     ]
+
+
+def _learning(model: nn.Module, names: list[str]) -> str:
+    """Which of the levels change within a sequence."""
+    config: Any = getattr(model, "config", None)
+    learning = [level.name for level in getattr(config, "memory_levels", ()) if level.active]
+    if not learning:
+        return "within a sequence it is frozen, its weights are listed where they step"
+    still = [name for name in names if name not in learning]
+    rest = f"; {', '.join(still)} frozen" if still else ""
+    return f"{', '.join(learning)} learn while a sequence is read{rest}"
 
 
 MIXING = re.compile(r"Attention|Mixer|Mamba|SSM|Recurrent|RWKV|LSTM|GRU|RNN|DeltaNet|Retention")

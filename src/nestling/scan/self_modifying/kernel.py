@@ -169,7 +169,8 @@ def one_token(
     items may stand at different positions.
     """
     b, _, d = part.x.shape
-    kept = {name: stack.new_empty(s) for name, s in kept_shapes(rule, b, 1, d).items()}
+    shapes = kept_shapes(rule, b, 1, d)
+    kept = {n: stack.new_empty(s) for n, s in shapes.items() if n not in ("gap", "inverse", "w")}
     q = _project(rule, part, start, kept)
     k = kept["kv"][:, :1]
     y = q @ (begun if rule.read_start else stack)[:, :d].mT
