@@ -93,6 +93,10 @@ class Pretend(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def tolist(self) -> Any:
+        _count.wait("tolist")
+        return self.held.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

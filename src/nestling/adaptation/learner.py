@@ -374,7 +374,7 @@ class Learner:
         self._snapshots.add(self.state)
         waiting = torch.zeros(0, dtype=torch.long)
         for piece in source:
-            waiting = torch.cat([waiting, check_range(piece, self._vocabulary)])
+            waiting = torch.cat([waiting, check_range(piece.cpu(), self._vocabulary)])
             while len(waiting) >= (many := self._until_cut()) and not report.refused:
                 self._learn_piece(waiting[:many], report)
                 waiting = waiting[many:]
