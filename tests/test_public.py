@@ -39,7 +39,7 @@ PUBLIC = {
     "nestling.continuum": """
         Block BlockState Chain Channel Continuum ContinuumState Factors Fast FeedForward
         InContext LevelState MLP MemoryLevel Output Pairs Parallel Part Slot SwiGLU align
-        level_names level_parts meta_loss naive own_slots
+        level_names level_parts meta_loss naive own_slots shared_slots
     """,
     "nestling.models": """
         MemoryCache NestlingConfig NestlingForCausalLM NestlingModel StreamOutput byte_tokenizer
