@@ -54,7 +54,7 @@ def test_wrong_momentum() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend must be None or one of 'naive', 'chunk'"):
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of 'naive', 'chunk'"):
         scan(**GOOD, backend="cuda")
 
 
