@@ -36,7 +36,7 @@ from nestling.train.corpus import Corpus
 __all__ = ["Encoder", "PackedCorpus", "prepare"]
 
 FORMAT = 3
-_BLOCK = 1 << 22  # numbers that are verified at once
+_BLOCK = 1 << 22  # bytes that are verified at once, a multiple of every type's size
 _PATIENCE = 24 * 3600.0  # seconds to wait for another process that makes the same corpus
 
 
@@ -100,12 +100,15 @@ class PackedCorpus:
         return made
 
     def _verify(self, facts: dict[str, Any]) -> None:
-        for name, numbers in (("tokens", self.tokens), ("starts", self.starts)):
+        follows, before = True, 0
+        for name, dtype in (("tokens", self.tokens.dtype), ("starts", self.starts.dtype)):
             digest, largest = hashlib.sha256(), 0
-            for begin in range(0, len(numbers), _BLOCK):
-                block = np.ascontiguousarray(numbers[begin : begin + _BLOCK])
+            for block in _blocks(self.folder / f"{name}.bin", dtype):
                 digest.update(block.data)
                 largest = max(largest, int(block.max()))
+                if name == "starts":
+                    follows &= bool(block[0] >= before) and bool((block[1:] >= block[:-1]).all())
+                    before = int(block[-1])
             if digest.hexdigest() != facts[name + "_sha256"]:
                 raise BrokenFileError(
                     f"{self.folder / name}.bin: its SHA-256 is not the saved one: the file was"
@@ -115,9 +118,15 @@ class PackedCorpus:
                 raise BrokenFileError(
                     f"{self.folder}: token {largest} is beyond the vocabulary of {self.vocab_size}"
                 )
-        steps = np.diff(self.starts)
-        if self.starts[0] != 0 or self.starts[-1] != len(self.tokens) or (steps < 0).any():
+        if self.starts[0] != 0 or self.starts[-1] != len(self.tokens) or not follows:
             raise BrokenFileError(f"{self.folder}: its documents do not follow each other")
+
+
+def _blocks(path: Path, dtype: Any) -> Iterator[np.ndarray]:
+    """A file's numbers, some at a time; read, not mapped, so that memory stays flat."""
+    with open_regular(path) as file:
+        while data := file.read(_BLOCK):
+            yield np.frombuffer(data, dtype=dtype)
 
 
 def prepare(
