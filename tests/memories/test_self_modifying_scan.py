@@ -109,6 +109,8 @@ RULES = {
     "negative": SelfRule(rate_max=2.0, chunk=4, chunk_others=4),
     "tied": SelfRule(tied=True, retain_max=0.9, chunk=4, chunk_others=4),
     "tied l2": SelfRule(tied=True, rate_max=2.0, objective=l2, chunk=3, chunk_others=6),
+    "steered": SelfRule(adaptive=(), tied=True, chunk=4, chunk_others=4),
+    "steered, given values": SelfRule(adaptive=(), own_values=False, chunk=4, chunk_others=4),
     "slow others": SelfRule(chunk=2, chunk_others=6, objective=l2),
     "slow memory": SelfRule(chunk=6, chunk_others=3),
     "read at start": SelfRule(chunk=4, chunk_others=4, read_start=True),
@@ -124,6 +126,25 @@ STATIC = ("stage 1", "stage 1 by gradient descent")
 def test_matrix_memories(name, residual):
     for tokens, position in ((11, 0), (5, 3), (1, 6)):
         compare(RULES[name], tokens, position, residual=residual)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("adding", [False, True])
+@pytest.mark.parametrize("name", ["steered", "steered, given values"])
+def test_static_projections_take_the_matrix_scan(name, adding, recompute, monkeypatch):
+    """Own values or given ones, heads that add, any cut of the chunks into segments."""
+
+    def never(*arguments):
+        raise AssertionError("the general kernel ran")
+
+    def scan(rule, inputs, weights, start, position):
+        return scan_self_modifying(rule, inputs, weights, start, position, recompute)
+
+    monkeypatch.setattr("nestling.scan.self_modifying.op.scan_operator", never)
+    for segment in (1, 100, 1 << 18):
+        monkeypatch.setattr("nestling.scan.delta.kernel.SEGMENT", segment)
+        for tokens, position in ((12, 0), (15, 0), (2, 1), (5, 3), (14, 6)):
+            compare(RULES[name], tokens, position, scan, residual=True, adding=adding)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -132,6 +132,16 @@ def test_retention_is_spread_over_heads_from_fast_to_slow():
         assert lost.tolist() == pytest.approx([0.1, 0.01, 0.001], rel=0.12)
 
 
+def test_a_tied_memory_is_built_on_the_meta_device():
+    """Presets count parameters there, also those of the small memory that steers."""
+    config = configure(
+        SelfModifyingConfig, **SIZES, retention={"tied": True}, projections={"steering": 6}
+    )
+    with torch.device("meta"):
+        memory = SelfModifying(config)
+    assert memory.bias.is_meta
+
+
 def test_a_start_that_cannot_be_is_refused():
     config = SelfModifyingConfig(
         width=8, heads=2, rates=Rates(start=(1e-3, 1e-3)), retention=Retention(tied=True)

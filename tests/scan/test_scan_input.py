@@ -84,7 +84,14 @@ def test_the_operator_is_well_formed() -> None:
     drawn = case((2,), 10, 4, 3)
     leaves = [drawn.tensors[k] for k in ("state", "x", "u", "rate", "retain", "queries")]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for erase in (True, False):
+    like = {"dtype": leaves[0].dtype}
+    own = [*leaves[:2], torch.randn(2, 10, 4, **like, requires_grad=True), *leaves[3:]]
+    home, share = torch.randn(2, 3, 4, **like, requires_grad=True), torch.tensor([0.0, 1.0], **like)
+    for given, erase in (
+        ((*leaves, None, None), True),
+        ((*leaves, None, None), False),
+        ((*own, home, share), True),
+    ):
         torch.library.opcheck(
-            torch.ops.nestling.scan.default, (*leaves, erase, True, 4, False), test_utils=checks
+            torch.ops.nestling.scan.default, (*given, erase, True, 4, False), test_utils=checks
         )

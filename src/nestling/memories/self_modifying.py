@@ -124,7 +124,7 @@ class Rates:
     def spread(self, heads: int) -> Tensor:
         """The rate at which each head starts, [H], as a share of the largest."""
         low, high = (math.log(rate) for rate in self.start)
-        return torch.linspace(low, high, heads).exp() / self.most
+        return torch.linspace(low, high, heads, device="cpu").exp() / self.most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Retention:
         """What the gate of each head starts with, [H] between 0 and 1, at these starting rates."""
         fast, slow = (math.log1p(-start) for start in self.start)
         heads = shares.shape[0]
-        kept = 1 - torch.linspace(fast, slow, heads, dtype=torch.float64).exp()
+        kept = 1 - torch.linspace(fast, slow, heads, dtype=torch.float64, device="cpu").exp()
         if self.tied:
             full = 1 - (1 - kept) / shares.double()
             if bool((full <= RETAIN_MIN).any()):

@@ -6,6 +6,11 @@ Q = chunks * M, Di and Do = inputs and outputs of the memory; `dT` stands for th
 loss by T. A segment is some chunks of all sequences; inside it tensors are laid out chunk after
 chunk, `[Q, C, ...]`: the recurrence walks over contiguous slices, everything else is one batched
 operation over Q.
+
+Two things that only some memories ask for (`Extra`): heads that erase less or nothing, where
+`share` stands beside x in what is erased, `L = G^- o (share X) (nX)^T`; and values that the memory
+makes itself (Eq. 84), `U = unit((home + M_0) V)` with `M_0` the start of the chunk. Then only U
+waits for the walk; backwards `dM_0`, `dhome` and `dV` take what comes through it.
 """
 
 from __future__ import annotations
@@ -20,7 +25,10 @@ from torch import Tensor
 from nestling.scan.triangular import decay, unit_inverse
 from nestling.scan.workspace import Workspace
 
-__all__ = ["Gradients", "Options", "Saved", "backward", "forward"]
+__all__ = ["Extra", "Gradients", "Options", "Saved", "backward", "forward"]
+
+EPS = 1e-6
+"""Added to squared lengths, as in `nestling.norm.unit`."""
 
 SEGMENT = 1 << 18
 """Numbers in one tensor of a segment on a CPU (1 MB in float32): enough work to hide the cost of a
@@ -80,6 +88,16 @@ class Options(NamedTuple):
     recompute: bool  # keep only the chunks' start states for the backward pass
 
 
+class Extra(NamedTuple):
+    """What only some memories ask for; both need `Options.erase`."""
+
+    share: Tensor | None = None  # [M] how much of a write's rate erases, a constant; None is one
+    home: Tensor | None = None  # [M, Do, Di] makes values of u, which is then [M, T, Di]
+
+
+PLAIN = Extra()
+
+
 class Saved(NamedTuple):
     """What the forward pass keeps for the backward pass, in the compute dtype."""
 
@@ -94,23 +112,31 @@ class Parts(NamedTuple):
     g: Tensor  # [Q, C + 1] running products of retain
     G: Tensor  # [Q, C + 1, C] their ratios
     x: Tensor  # [Q, C, Di]
+    left: Tensor  # [Q, C, Di] share x: what is erased
+    share: Tensor | None  # [Q, 1, 1]
     scaled: Tensor  # [Q, C, Di] rate_s x_s
     last: Tensor  # [Q, C, Di] scaled, decayed to the end of the chunk
-    seen: Tensor  # [Q, C, Di] g_{t-1} x_t; empty for gd
-    gram: Tensor  # [Q, C, C] x_t . scaled_s; empty for gd
+    seen: Tensor  # [Q, C, Di] g_{t-1} left_t; empty for gd
+    gram: Tensor  # [Q, C, C] left_t . scaled_s; empty for gd
 
 
-def _prepare(x: Tensor, rate: Tensor, retain: Tensor, erase: bool, work: Workspace) -> Parts:
+def _prepare(
+    x: Tensor, rate: Tensor, retain: Tensor, erase: bool, share: Tensor | None, work: Workspace
+) -> Parts:
     """The parts of a segment, from x `[Q, C, Di]` and gates `[Q, C]`."""
     g, G = decay(retain, work)
     batch, size, _ = x.shape
     scaled = torch.mul(x, rate.unsqueeze(-1), out=work("scaled", *x.shape))
     last = torch.mul(scaled, G[:, -1].unsqueeze(-1), out=work("last", *x.shape))
     if not erase:
-        return Parts(g, G, x, scaled, last, x[:, :0], x[:, :0])
-    seen = torch.mul(x, g[:, :-1].unsqueeze(-1), out=work("seen", *x.shape))
-    gram = torch.bmm(x, scaled.mT, out=work("gram", batch, size, size))
-    return Parts(g, G, x, scaled, last, seen, gram)
+        return Parts(g, G, x, x, None, scaled, last, x[:, :0], x[:, :0])
+    left = x
+    if share is not None:
+        share = share.repeat(batch // share.shape[0]).view(-1, 1, 1)
+        left = torch.mul(x, share, out=work("left", *x.shape))
+    seen = torch.mul(left, g[:, :-1].unsqueeze(-1), out=work("seen", *x.shape))
+    gram = torch.bmm(left, scaled.mT, out=work("gram", batch, size, size))
+    return Parts(g, G, x, left, share, scaled, last, seen, gram)
 
 
 def _solve(parts: Parts, out: Tensor, work: Workspace) -> Tensor:
@@ -134,9 +160,10 @@ def forward(
     queries: Tensor | None,
     options: Options,
     dtype: torch.dtype,
+    extra: Extra = PLAIN,
 ) -> tuple[Tensor | None, Saved]:
     """Reads `[M, T, Do]` in the queries' dtype, and what backward needs; the end state is last."""
-    (sequences, tokens, inner), out = x.shape, u.shape[-1]
+    (sequences, tokens, inner), out = x.shape, state.shape[-2]
     erase, chunk = options.erase, options.chunk
     work = Workspace(x, dtype)
     starts = x.new_empty((-(-tokens // chunk) + 1, *state.shape), dtype=dtype)
@@ -147,17 +174,18 @@ def forward(
     reads = None if queries is None else queries.new_empty(sequences, tokens, out)
     for seg in segments(x, max(inner, out, chunk), chunk):
         gates = (seg.cut(rate, "rate", work), seg.cut(retain, "retain", work))
-        parts = _prepare(seg.cut(x, "x", work), *gates, erase, work)
+        parts = _prepare(seg.cut(x, "x", work), *gates, erase, extra.share, work)
         memory = starts[seg.first : seg.first + seg.chunks + 1]
         w = seg.cut(u, "u", work)
         if erase:
             shape, square = (*parts.x.shape[:2], out), (parts.x.shape[0], seg.size, seg.size)
             if keep:
                 solved = _solve(parts, seg.stored(inverse, sequences, chunk, seg.size), work)
-                w = _recur(parts, solved, w, memory, seg.stored(errors, sequences, out, out), work)
+                room = seg.stored(errors, sequences, out, out)
             else:
                 solved = _solve(parts, work.zeros("solved", *square), work)
-                w = _recur(parts, solved, w, memory, work("errors", *shape), work)
+                room = work("errors", *shape)
+            w = _recur(parts, solved, w, extra.home, memory, room, work)
         else:
             _accumulate(parts, w, memory)
         if queries is not None and reads is not None:
@@ -176,9 +204,17 @@ def _accumulate(parts: Parts, u: Tensor, memory: Tensor) -> None:
         steps[i + 1].addcmul_(steps[i], ends[i])
 
 
+def _own(v: Tensor, memories: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """The values that memories `[Q, Do, Di]` make of v `[Q, C, Di]`, of unit length."""
+    torch.bmm(v, memories.mT, out=values)
+    torch.linalg.vector_norm(values, dim=-1, keepdim=True, out=scale)
+    return values.mul_(scale.square_().add_(EPS).rsqrt_())
+
+
 def _recur(
-    parts: Parts, solved: Tensor, u: Tensor, memory: Tensor, errors: Tensor, work: Workspace
-) -> Tensor:
+    parts: Parts, solved: Tensor, u: Tensor, home: Tensor | None, memory: Tensor, errors: Tensor,
+    work: Workspace,
+) -> Tensor:  # fmt: skip
     """dgd: walk over the chunks; fills `errors` `[Q, C, Do]` and `memory[1:]` from `memory[0]`."""
     pieces = (memory.shape[0] - 1, memory.shape[1])
     ends = parts.g[:, -1, None, None].unflatten(0, pieces).unbind(0)
@@ -189,7 +225,12 @@ def _recur(
     steps = memory.unbind(0)
     surprise = work("surprise", *w[0].shape)
     for i in range(pieces[0]):
-        torch.baddbmm(given[i], seen[i], steps[i].mT, alpha=-1, out=surprise)
+        if home is None:
+            torch.baddbmm(given[i], seen[i], steps[i].mT, alpha=-1, out=surprise)
+        else:
+            memories = torch.add(steps[i], home, out=work("memories", *home.shape))
+            _own(given[i], memories, surprise, work("scale", *surprise.shape[:2], 1))
+            surprise.baddbmm_(seen[i], steps[i].mT, alpha=-1)
         torch.bmm(inverse[i], surprise, out=w[i])
         torch.mul(steps[i], ends[i], out=steps[i + 1])
         steps[i + 1].baddbmm_(w[i].mT, last[i])
@@ -215,6 +256,7 @@ class Gradients(NamedTuple):
     rate: Tensor
     retain: Tensor | None
     queries: Tensor | None
+    home: Tensor | None
 
 
 class Reader(NamedTuple):
@@ -239,49 +281,80 @@ def backward(
     saved: Saved,
     options: Options,
     need_retain: bool,
+    extra: Extra = PLAIN,
 ) -> Gradients:
     """Gradients from those of the reads and of the end state, last segment first."""
-    inner, out = x.shape[-1], u.shape[-1]
+    inner, out = x.shape[-1], dstate.shape[-2]
     work = Workspace(x, saved.starts.dtype)
     dx, du, drate = torch.empty_like(x), torch.empty_like(u), torch.empty_like(rate)
     dretain = torch.empty_like(retain) if need_retain else None
     dq = None
     if queries is not None:
         dq = torch.zeros_like(queries) if dreads is None else torch.empty_like(queries)
-    dM = dstate.to(work.dtype)
+    dM, dhome = dstate.to(work.dtype), None
+    if extra.home is not None:
+        dhome = torch.zeros_like(dM)
     todo = list(segments(x, max(inner, out, options.chunk), options.chunk))
     for seg in reversed(todo):
         eta, alpha = seg.cut(rate, "rate", work), seg.cut(retain, "retain", work)
-        parts = _prepare(seg.cut(x, "x", work), eta, alpha, options.erase, work)
+        parts = _prepare(seg.cut(x, "x", work), eta, alpha, options.erase, extra.share, work)
         starts = saved.starts[seg.first : seg.first + seg.chunks].flatten(0, 1)
-        w, solved = _again(parts, seg, u, starts, saved, options, work)
+        values = _values(seg, u, starts, extra.home, work)
+        w, solved = _again(parts, seg, u, values, starts, saved, options, work)
         reader = None
         if queries is not None and dreads is not None:
             dY = seg.cut(dreads, "dY", work)
             reader = _reader(parts, seg.cut(queries, "q", work), dY, options.after, work)
-        dR, dmemory = _recur_back(parts, solved, w, reader, dM, seg.chunks, work)
+        dR, dmemory = _recur_back(parts, solved, w, reader, values, dM, dhome, seg.chunks, work)
         dM = work("dM", *dM.shape).copy_(dmemory[0])
         dends = dmemory[1:].flatten(0, 1)
         grads = _gradients(parts, eta, starts, w, dR, dends, reader, need_retain, work)
+        if values is not None:
+            dR = torch.bmm(values.back, values.memories, out=work("dvalues", *values.v.shape))
         for part, whole in zip((dR, *grads), (du, dx, drate, dretain, dq), strict=True):
             if part is not None and whole is not None:
                 seg.paste(part, whole)
-    return Gradients(dM.clone(), dx, du, drate, dretain, dq)
+    return Gradients(dM.clone(), dx, du, drate, dretain, dq, dhome)
+
+
+class Values(NamedTuple):
+    """Values that the memory makes itself, of a segment."""
+
+    v: Tensor  # [Q, C, Di]
+    memories: Tensor  # [Q, Do, Di] that make them
+    own: Tensor  # [Q, C, Do] the values
+    scale: Tensor  # [Q, C, 1] by which they were made units
+    back: Tensor  # [Q, C, Do] room for the gradient of `memories v`
+
+
+def _values(
+    seg: Segment, u: Tensor, starts: Tensor, home: Tensor | None, work: Workspace
+) -> Values | None:
+    """The segment's own values once more, all chunks at once; None where they were given."""
+    if home is None:
+        return None
+    v = seg.cut(u, "u", work)
+    memories = work("memories", seg.chunks, *home.shape)
+    torch.add(starts.view_as(memories), home, out=memories)
+    own, back = work("own", 2, *v.shape[:2], home.shape[1])
+    scale = work("scale", *v.shape[:2], 1)
+    _own(v, memories.flatten(0, 1), own, scale)
+    return Values(v, memories.flatten(0, 1), own, scale, back)
 
 
 def _again(
-    parts: Parts, seg: Segment, u: Tensor, starts: Tensor, saved: Saved, options: Options,
-    work: Workspace,
+    parts: Parts, seg: Segment, u: Tensor, values: Values | None, starts: Tensor, saved: Saved,
+    options: Options, work: Workspace,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The segment's errors and inverses, from what was saved or once more from the inputs."""
-    sequences, out = saved.starts.shape[1], u.shape[-1]
+    sequences, out = saved.starts.shape[1:3]
     if not options.erase:
         return seg.cut(u, "u", work), None
     if not options.recompute:
         solved = seg.stored(saved.inverse, sequences, options.chunk, seg.size)
         return seg.stored(saved.errors, sequences, out, out), solved
     solved = _solve(parts, work.zeros("solved", *parts.gram.shape), work)
-    given = seg.cut(u, "u", work)
+    given = seg.cut(u, "u", work) if values is None else values.own
     surprise = work("surprise", *given.shape)
     torch.baddbmm(given, parts.seen, starts.mT, alpha=-1, out=surprise)
     return torch.bmm(solved, surprise, out=work("errors", *given.shape)), solved
@@ -294,10 +367,13 @@ def _reader(parts: Parts, q: Tensor, dY: Tensor, after: bool, work: Workspace) -
 
 
 def _recur_back(
-    parts: Parts, solved: Tensor | None, w: Tensor, reader: Reader | None, dM: Tensor, count: int,
-    work: Workspace,
+    parts: Parts, solved: Tensor | None, w: Tensor, reader: Reader | None, values: Values | None,
+    dM: Tensor, dhome: Tensor | None, count: int, work: Workspace,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Adjoint of the recurrence: dR `[Q, C, Do]`, and dM at all chunk borders."""
+    """Adjoint of the recurrence: dR `[Q, C, Do]`, and dM at all chunk borders.
+
+    Own values: fills `values.back`, and adds what home gets to `dhome`.
+    """
     pieces = (count, dM.shape[0])
     dmemory = work("dmemory", count + 1, *dM.shape)
     dmemory[-1] = dM
@@ -318,10 +394,25 @@ def _recur_back(
             steps[i].addcmul_(steps[i + 1], ends[i])
         return dw.baddbmm_(parts.last, dmemory[1:].flatten(0, 1).mT), dmemory
     inverse, seen = (t.unflatten(0, pieces).unbind(0) for t in (solved, parts.seen))
+    made = None
+    if values is not None:
+        made = [
+            tuple(
+                t.unflatten(0, pieces)[i] for t in (values.v, values.own, values.scale, values.back)
+            )
+            for i in range(count)
+        ]
     for i in reversed(range(count)):
         given[i].baddbmm_(last[i], steps[i + 1].mT)
         torch.bmm(inverse[i].mT, given[i], out=total[i])
         steps[i].addcmul_(steps[i + 1], ends[i]).baddbmm_(total[i].mT, seen[i], alpha=-1)
+        if made is not None and dhome is not None:
+            v, own, scale, back = made[i]
+            along = torch.mul(total[i], own, out=back).sum(-1, keepdim=True)
+            torch.addcmul(total[i], own, along, value=-1, out=back).mul_(scale)
+            pushed = torch.bmm(back.mT, v, out=work("pushed", *dM.shape))
+            steps[i].add_(pushed)
+            dhome.add_(pushed)
     return dR, dmemory
 
 
@@ -356,10 +447,12 @@ def _gradients(
         torch.bmm(dR, starts, out=dx)
         if need_retain:
             dG[:, :-1].addcmul_(dL[:, 1:], parts.gram[:, 1:], value=-1)
-            dg[:, :-1] -= _dot(dx, parts.x, work)[:, 1:]
+            dg[:, :-1] -= _dot(dx, parts.left, work)[:, 1:]
         dL.mul_(parts.G[:, :-1])
         dx.mul_(parts.g[:, :-1].unsqueeze(-1)).baddbmm_(dL, parts.scaled, beta=-1, alpha=-1)
-        dscaled.baddbmm_(dL.mT, parts.x, alpha=-1)
+        if parts.share is not None:
+            dx.mul_(parts.share)
+        dscaled.baddbmm_(dL.mT, parts.left, alpha=-1)
         dx.addcmul_(dscaled, rate.unsqueeze(-1))
     else:
         torch.mul(dscaled, rate.unsqueeze(-1), out=dx)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
 from nestling.scan.delta.chunk import scan_chunk_autograd
-from nestling.scan.delta.kernel import Options, Saved, backward, forward
+from nestling.scan.delta.kernel import Extra, Options, Saved, backward, forward
 from nestling.scan.delta.naive import run_naive
 
 __all__ = ["scan_chunk"]
@@ -29,10 +29,13 @@ def scan_chunk(
     chunk: int,
     momentum: Tensor | None,
     recompute: bool,
+    share: Tensor | None = None,
+    home: Tensor | None = None,
 ) -> tuple[Tensor | None, Any]:
     """The chunked scan (Eq. 90) with a hand-written backward pass, once differentiable.
 
-    With momentum it is the form that autograd differentiates.
+    With momentum it is the form that autograd differentiates. `share` [M] and `home` [M, Do, Di]
+    are the kernel's `Extra`, for one leading dimension and "dgd".
     """
     if momentum is not None or isinstance(state, MomentumState):
         return scan_chunk_autograd(
@@ -46,11 +49,13 @@ def scan_chunk(
         )  # fmt: skip
     lead = x.shape[:-2]
     tensors = (state, x, u, rate, retain, queries)
-    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    derived = (*tensors, home)
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in derived)
     size = math.prod(lead)
     flat = [None if t is None else t.reshape(size, *t.shape[len(lead) :]) for t in tensors]
     chunk = min(chunk, max(1, x.shape[-2]))
-    reads, end, *_ = _scan(*flat, rule == "dgd", read == "after", chunk, recompute or not needed)
+    options = (rule == "dgd", read == "after", chunk, recompute or not needed)
+    reads, end, *_ = _scan(*flat, home, share, *options)
     end = end.view(*lead, *end.shape[1:])
     return (None if queries is None else reads.view(*lead, *reads.shape[1:])), end
 
@@ -63,6 +68,8 @@ def _scan(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
+    home: Tensor | None,
+    share: Tensor | None,
     erase: bool,
     after: bool,
     chunk: int,
@@ -71,7 +78,8 @@ def _scan(
     """Reads (empty without queries), end state, and the three tensors of `Saved`."""
     dtype = compute_dtype(state, x, u, rate, retain, queries)
     options = Options(erase, after, chunk, recompute)
-    reads, saved = forward(state, x, u, rate, retain, queries, options, dtype)
+    extra = Extra(share, home)
+    reads, saved = forward(state, x, u, rate, retain, queries, options, dtype, extra)
     return x.new_empty(0) if reads is None else reads, saved.starts[-1].clone(), *saved
 
 
@@ -83,13 +91,15 @@ def _(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
+    home: Tensor | None,
+    share: Tensor | None,
     erase: bool,
     after: bool,
     chunk: int,
     recompute: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(state, x, u, rate, retain, queries)
-    (sequences, tokens, _), out = x.shape, u.shape[-1]
+    (sequences, tokens, _), out = x.shape, state.shape[-2]
     keep = sequences * tokens if erase and not recompute else 0
     return (
         x.new_empty(0) if queries is None else queries.new_empty(sequences, tokens, out),
@@ -110,6 +120,8 @@ def _scan_backward(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
+    home: Tensor | None,
+    share: Tensor | None,
     starts: Tensor,
     errors: Tensor,
     inverse: Tensor,
@@ -119,11 +131,11 @@ def _scan_backward(
     recompute: bool,
     need_retain: bool,
 ) -> list[Tensor]:
-    """Gradients of state, x, u, rate, retain, queries; empty where not needed."""
+    """Gradients of state, x, u, rate, retain, queries, home; empty where not needed."""
     options = Options(erase, after, chunk, recompute)
     dend = torch.zeros_like(starts[-1]) if dstate is None else dstate
-    saved = Saved(starts, errors, inverse)
-    grads = backward(dreads, dend, x, u, rate, retain, queries, saved, options, need_retain)
+    saved, extra = Saved(starts, errors, inverse), Extra(share, home)
+    grads = backward(dreads, dend, x, u, rate, retain, queries, saved, options, need_retain, extra)
     grads = grads._replace(state=grads.state.to(state.dtype))
     return [x.new_empty(0) if grad is None else grad for grad in grads]
 
@@ -138,6 +150,8 @@ def _(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
+    home: Tensor | None,
+    share: Tensor | None,
     starts: Tensor,
     errors: Tensor,
     inverse: Tensor,
@@ -149,13 +163,13 @@ def _(
 ) -> list[Tensor]:
     none = x.new_empty(0)
     gates = (rate, retain if need_retain else none)
-    given = (state, x, u, *gates, none if queries is None else queries)
-    return [torch.empty_like(tensor) for tensor in given]
+    given = (state, x, u, *gates, queries, home)
+    return [torch.empty_like(none if tensor is None else tensor) for tensor in given]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:6], *output[2:])
-    ctx.options = inputs[6:]
+    ctx.save_for_backward(*inputs[:8], *output[2:])
+    ctx.options = inputs[8:]
     ctx.set_materialize_grads(False)
 
 
@@ -164,8 +178,8 @@ def _backward(ctx: Any, dreads: Any, dstate: Any, *_: Any) -> tuple[Any, ...]:
     if saved[5] is None:
         dreads = None
     grads = _scan_backward(dreads, dstate, *saved, *ctx.options, ctx.needs_input_grad[4])
-    shown = [g if need else None for g, need in zip(grads, ctx.needs_input_grad[:6], strict=True)]
-    return (*shown, None, None, None, None)
+    shown = [g if need else None for g, need in zip(grads, ctx.needs_input_grad[:7], strict=True)]
+    return (*shown, *(None for _ in range(5)))
 
 
 def _refuse(ctx: Any, *grads: Any) -> Any:

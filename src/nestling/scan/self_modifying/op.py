@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.norm import unit
 from nestling.scan.backends import INSTALLED, MISSING_TRITON
 from nestling.scan.checks import one_of
+from nestling.scan.delta.op import scan_chunk
 from nestling.scan.opaque import opaque
 from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying.kernel import (
@@ -74,8 +76,8 @@ def scan_self_modifying(
     all items or [b]; `start` the weights at the last multiple of each memory's chunk.
 
     Matrix memories without momentum, all items at one position, take the kernel by hand; one token
-    of them without gradients (generation) a shorter form of it. All else goes segment by segment
-    through autograd.
+    of them without gradients (generation) a shorter form of it; memories with static projections
+    the matrix scan (`_static`). All else goes segment by segment through autograd.
 
     backend: `chunk` is that, and runs everywhere; `triton` has kernels for CUDA (`triton` beside
         this file); `auto` is `triton` on CUDA where it has a form for the scan, else `chunk`.
@@ -93,6 +95,8 @@ def scan_self_modifying(
         if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
             return _one_token(rule, inputs, weights, start, position)
         if matrix and not isinstance(position, Tensor):
+            if is_static(rule, inputs):
+                return _static(rule, inputs, weights, start, position, recompute)
             y, first, begun = scan_operator(
                 rule, inputs, weights.first, start.first, position, recompute
             )
@@ -100,6 +104,53 @@ def scan_self_modifying(
         if torch.compiler.is_compiling():
             return _segments_operator(rule, inputs, weights, start, position)
         return scan_segments(rule, inputs, weights, start, position)
+
+
+def is_static(rule: SelfRule, inputs: Inputs) -> bool:
+    """Whether nothing but the values that a memory writes can depend on it, as the matrix scan
+    needs it: static or steered projections (Eq. 76), `dot`, and no padding."""
+    plain = rule.erase and not (rule.adaptive or rule.squared or rule.read_start)
+    known = inputs.initial is not None or not rule.own_values
+    return plain and known and rule.clip >= 1 and inputs.valid is None
+
+
+def _static(
+    rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: int, recompute: bool
+) -> tuple[Tensor, Weights, Weights]:
+    """The matrix scan: what does not depend on the memory is computed for all chunks at once.
+
+    Own values are those of the memory where a chunk starts, so a chunk that was begun before stands
+    apart; one that is not full stands apart for the start to be known.
+    """
+    k, v, q, home = inputs.k, inputs.v, inputs.q, None
+    if k is None or v is None or q is None:
+        raise ValueError("k, v and q are no memories of this rule, so Inputs must have them")
+    if rule.own_values and inputs.initial is not None:
+        home = inputs.initial.first[:, 0]
+    raw = torch.baddbmm(inputs.bias.unsqueeze(1), inputs.x, inputs.readout.mT)
+    gates = rule.gates(raw if inputs.gates is None else raw + inputs.gates)
+    tokens = (k, v, gates.rate, gates.log_retain.exp(), q)
+    weight, begun = weights.first[:, 0], start.first[:, 0]
+    head = min(-position % rule.chunk, q.shape[1])
+    tail = (q.shape[1] - head) % rule.chunk
+    sizes, reads = (head, q.shape[1] - head - tail, tail), []
+    pieces = zip(sizes, *(part.split(sizes, 1) for part in tokens), strict=True)
+    for i, (size, key, value, rate, retain, asked) in enumerate(pieces):
+        if not size:
+            continue
+        inside = i == 0  # of a chunk that began before: its values do not wait for the walk
+        begun = begun if inside else weight
+        if inside and home is not None:
+            value = unit(value @ (home + begun).mT)
+        y, weight = scan_chunk(
+            weight, key, value, rate, retain, asked,
+            rule="dgd", read="before", chunk=rule.chunk, momentum=None, recompute=recompute,
+            share=inputs.erase, home=None if inside else home,
+        )  # fmt: skip
+        reads.append(y)
+    begun = weight if (position + q.shape[1]) % rule.chunk == 0 else begun
+    y = reads[0] if len(reads) == 1 else torch.cat(reads, 1)
+    return y, Weights(weight.unsqueeze(1)), Weights(begun.unsqueeze(1))
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
