@@ -133,7 +133,8 @@ def _static(
     weight, begun = weights.first[:, 0], start.first[:, 0]
     head = min(-position % rule.chunk, q.shape[1])
     tail = (q.shape[1] - head) % rule.chunk
-    sizes, reads = (head, q.shape[1] - head - tail, tail), []
+    sizes = (head, q.shape[1] - head - tail, tail)
+    reads: list[Tensor] = []
     pieces = zip(sizes, *(part.split(sizes, 1) for part in tokens), strict=True)
     for i, (size, key, value, rate, retain, asked) in enumerate(pieces):
         if not size:
@@ -147,10 +148,10 @@ def _static(
             rule="dgd", read="before", chunk=rule.chunk, momentum=None, recompute=recompute,
             share=inputs.erase, home=None if inside else home,
         )  # fmt: skip
-        reads.append(y)
+        reads += [] if y is None else [y]
     begun = weight if (position + q.shape[1]) % rule.chunk == 0 else begun
-    y = reads[0] if len(reads) == 1 else torch.cat(reads, 1)
-    return y, Weights(weight.unsqueeze(1)), Weights(begun.unsqueeze(1))
+    read = reads[0] if len(reads) == 1 else torch.cat(reads, 1)
+    return read, Weights(weight.unsqueeze(1)), Weights(begun.unsqueeze(1))
 
 
 def _full_precision(x: Tensor) -> torch.autocast:
