@@ -18,6 +18,7 @@ STUDIES = {
     "mad": ("studies.mad", "MAD, six small tasks (Table 4)"),
     "ablations": ("studies.ablations", "ablations of Hope (Table 6)"),
     "optimizers": ("studies.optimizers", "M3 at real length (Fig. 11)"),
+    "facts": ("studies.facts", "facts of short texts: recalled, and at what cost (study C)"),
     "queue": ("studies.queue", "all of the above, job by job, several at a time"),
     "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
     "continual": ("studies.continual.command", "classes or languages, one task after another"),

@@ -19,20 +19,22 @@ from nestling.losses import windowed_losses
 from studies.adapt.texts import Base
 
 Score = Callable[[Tensor], float]
+Make = Callable[[list[Tensor], float], torch.optim.Optimizer]
 OLD = 16  # windows of old text that EWC and dynamic evaluation measure before they begin
 
 
-def tuned(
-    make: Callable[[list[Tensor], float], torch.optim.Optimizer],
-    *,
-    window: int = 64,
-    replay: int = 0,
-    penalty: float = 0.0,
-    pull: float = 0.0,
-    lora: int = 0,
-    decay: float = 0.0,
-    last: int | None = None,
-) -> Callable[[Base, Tensor, float], Score]:
+def tuned(make: Make, **options: Any) -> Callable[[Base, Tensor, float], Score]:
+    """An arm of the frontier: a copy that learns one stream (`Tuned`), and its loss on any ids."""
+
+    def learn(base: Base, stream: Tensor, rate: float) -> Score:
+        copied = Tuned(base, make, rate, **options)
+        copied.learn(stream)
+        return lambda ids: score(copied.model, ids)
+
+    return learn
+
+
+class Tuned:
     """Fine-tuning of a copy: all weights, or LoRA; with replay, EWC or dynamic evaluation's decay.
 
     replay: every so-many-th window is old text instead of new.
@@ -43,30 +45,49 @@ def tuned(
     last: only the last so many decoder layers learn (LoRA: only their MLPs).
     """
 
-    def learn(base: Base, stream: Tensor, rate: float) -> Score:
-        model = _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
-        weights = [p for p in model.parameters() if p.requires_grad]
-        start = [p.detach().clone() for p in weights]
-        fisher = penalty or pull or decay
-        squares = _fisher(model, base.replay, weights, window) if fisher else None
-        optimizer = make(weights, rate)
-        for number, part in enumerate(_windows(stream, window), start=1):
-            if replay and number % replay == 0:
-                part = base.replay[number * window : (number + 1) * window + 1]
-            optimizer.zero_grad()
-            _loss(model, part).backward()
-            if penalty and squares is not None:
-                for weight, first, square in zip(weights, start, squares):
-                    weight.grad += penalty * square * (weight.detach() - first)
-            if decay and squares is not None:
-                _dynamic(weights, start, squares, rate, decay)
-                continue
-            optimizer.step()
-            if pull and squares is not None:
-                _pull(weights, start, squares, rate * pull)
-        return lambda ids: score(model, ids)
+    def __init__(
+        self,
+        base: Base,
+        make: Make,
+        rate: float,
+        *,
+        window: int = 64,
+        replay: int = 0,
+        penalty: float = 0.0,
+        pull: float = 0.0,
+        lora: int = 0,
+        decay: float | None = None,
+        last: int | None = None,
+    ) -> None:
+        self.model = _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
+        self.rate, self.window, self.replay = rate, window, replay
+        self.penalty, self.pull, self.decay = penalty, pull, decay
+        self.old = base.replay
+        self.weights: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
+        self.start = [p.detach().clone() for p in self.weights]
+        needs = penalty or pull or decay is not None
+        self.squares = _fisher(self.model, self.old, self.weights, window) if needs else []
+        self.optimizer = make(self.weights, rate)
+        self.steps = 0
 
-    return learn
+    def learn(self, stream: Tensor) -> None:
+        """Read a stream once; what follows goes on from there."""
+        for part in _windows(stream, self.window):
+            self.steps += 1
+            if self.replay and self.steps % self.replay == 0:
+                place = self.steps * self.window % (len(self.old) - self.window)
+                part = self.old[place : place + self.window + 1]
+            self.optimizer.zero_grad()
+            _loss(self.model, part).backward()
+            if self.penalty:
+                for weight, first, square in zip(self.weights, self.start, self.squares):
+                    weight.grad += self.penalty * square * (weight.detach() - first)
+            if self.decay is not None:
+                _dynamic(self.weights, self.start, self.squares, self.rate, self.decay)
+                continue
+            self.optimizer.step()
+            if self.pull:
+                _pull(self.weights, self.start, self.squares, self.rate * self.pull)
 
 
 def sgd(weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
@@ -101,10 +122,10 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 def _fisher(model: nn.Module, old: Tensor, weights: list[Tensor], window: int) -> list[Tensor]:
     """The mean square gradient of windows of old text."""
     squares = [torch.zeros_like(weight) for weight in weights]
-    for number in range(OLD):
-        part = old[number * window : (number + 1) * window + 1]
+    parts = [part for part in _windows(old, window) if len(part) > window][:OLD]
+    for part in parts:
         for square, grad in zip(squares, torch.autograd.grad(_loss(model, part), weights)):
-            square += grad.square() / OLD
+            square += grad.square() / len(parts)
     return squares
 
 
@@ -123,7 +144,7 @@ def _dynamic(
     mean = sum(float(s.sqrt().sum()) for s in squares) / sum(s.numel() for s in squares)
     for weight, first, square in zip(weights, start, squares):
         root = square.sqrt()
-        relative = (root / mean).clamp(max=1.0 / decay)
+        relative = (root / mean).clamp(max=1.0 / decay if decay else None)
         weight -= rate * weight.grad / (root + mean)
         weight += decay * relative * (first - weight)
 

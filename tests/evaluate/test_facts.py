@@ -78,7 +78,7 @@ def test_likelihoods_are_the_sum_over_the_option_alone():
         num_attention_heads=2,
         initializer_range=0.3,
     )
-    model, tokenizer = LlamaForCausalLM(config).eval(), byte_tokenizer()
+    model, tokenizer = LlamaForCausalLM(config).double().eval(), byte_tokenizer()
     found = likelihoods(model, tokenizer)("Where is", ["home", "Rome now"])
     for option, score in zip(["home", "Rome now"], found):
         start = len(tokenizer("Where is").input_ids)

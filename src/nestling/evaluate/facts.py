@@ -122,13 +122,16 @@ def likelihoods(model: Any, tokenizer: Any) -> Scorer:
     @torch.no_grad()
     def score(prompt: str, options: Sequence[str]) -> list[float]:
         start = _encode(tokenizer, prompt)
+        rows = [_encode(tokenizer, f"{prompt} {option}") for option in options]
+        longest = max(map(len, rows))
+        filled = [row + [row[-1]] * (longest - len(row)) for row in rows]  # what follows is not read
+        tokens = torch.tensor(filled, device=model.device)
+        logits = model(tokens).logits
         found = []
-        for option in options:
-            ids = _encode(tokenizer, f"{prompt} {option}")
-            same = _shared(start, ids)
-            tokens = torch.tensor([ids], device=model.device)
-            chances = model(tokens).logits[0, :-1].double().log_softmax(-1)
-            told: Tensor = chances.gather(1, tokens[0, 1:, None])[max(same - 1, 0) :, 0]
+        for row, ids, answer in zip(rows, tokens, logits, strict=True):
+            first = max(_shared(start, row) - 1, 0)
+            chances = answer[first : len(row) - 1].double().log_softmax(-1)
+            told: Tensor = chances.gather(1, ids[first + 1 : len(row), None])
             found.append(float(told.sum()))
         return found
 
