@@ -335,7 +335,9 @@ def by_text(runs: Mapping[str, Run]) -> dict[str, Texts]:
 
 def rises(texts: Texts, share: float) -> dict[tuple[str, int], float]:
     """The rise of the old loss at a share of the questions, for the texts that reach it."""
-    each = {key: reached(run["before"], run["points"], "recall", share) for key, run in texts.items()}
+    each = {
+        key: reached(run["before"], run["points"], "recall", share) for key, run in texts.items()
+    }
     return {key: rise for key, rise in each.items() if math.isfinite(rise)}
 
 
@@ -379,7 +381,9 @@ def _findings(study: Study, found: Mapping[str, Texts]) -> list[str]:
                 word = verdict(gap, higher=False)
                 said.append(f"{share:.0%}: {word} ({gap.mean:+.4f} ± {gap.half:.4f}, {len(gaps)})")
         if said:
-            lines.append(f"The old loss rises less with {hero} than with {title}: {'; '.join(said)}.")
+            lines.append(
+                f"The old loss rises less with {hero} than with {title}: {'; '.join(said)}."
+            )
     return lines or ["Nothing is claimed: too few texts are done."]
 
 

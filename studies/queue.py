@@ -34,7 +34,7 @@ from studies.harness.study import Job, Study
 
 __all__ = ["QUEUE", "main"]
 
-QUEUE = ("lm", "formal", "recall", "mad", "ablations", "optimizers")
+QUEUE = ("lm", "formal", "recall", "mad", "ablations", "optimizers", "facts")
 """The studies of the round, first things first: later ones use the models of the first."""
 
 

@@ -59,7 +59,9 @@ class Tuned:
         decay: float | None = None,
         last: int | None = None,
     ) -> None:
-        self.model = _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
+        self.model = (
+            _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
+        )
         self.rate, self.window, self.replay = rate, window, replay
         self.penalty, self.pull, self.decay = penalty, pull, decay
         self.old = base.replay

@@ -124,7 +124,9 @@ def likelihoods(model: Any, tokenizer: Any) -> Scorer:
         start = _encode(tokenizer, prompt)
         rows = [_encode(tokenizer, f"{prompt} {option}") for option in options]
         longest = max(map(len, rows))
-        filled = [row + [row[-1]] * (longest - len(row)) for row in rows]  # what follows is not read
+        filled = [
+            row + [row[-1]] * (longest - len(row)) for row in rows
+        ]  # what follows is not read
         tokens = torch.tensor(filled, device=model.device)
         logits = model(tokens).logits
         found = []
