@@ -40,7 +40,8 @@ def test_the_form_of_tuning_and_other_texts_are_in_no_table():
 def test_passages_are_whole_sentences_with_names(shared_data):
     text = passage(shared_data, 0)
     assert text == passage(shared_data, 0)
-    assert text.endswith(".") and 300 < len(text) <= 1100
+    assert text.endswith(".")
+    assert 300 < len(text) <= 1100
     assert len(make_questions(text)) >= 8
 
 
