@@ -36,6 +36,7 @@ CONFIGURATIONS = {
     "matrix, dot, steered": {"steering": 4},
     "matrix, dot, a head that adds": {"adding": 1},
     "matrix, dot, tied retention": {"retention": {"tied": True}},
+    "matrix, dot, gates that shut": {"retention": {"tied": True}, "rates": {"shut": 0.1}},
 }
 
 

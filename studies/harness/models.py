@@ -22,6 +22,7 @@ __all__ = [
     "Arm",
     "arm_of",
     "keep_model",
+    "kept_facts",
     "kept_model",
     "parameters",
     "predict",
@@ -134,6 +135,12 @@ def sealed(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def kept_facts(folder: Path) -> dict[str, Any]:
+    """What was said of a kept model."""
+    facts: dict[str, Any] = json.loads((folder / _SEAL).read_text())["facts"]
+    return facts
 
 
 def kept_model(folder: Path) -> NestlingForCausalLM | None:

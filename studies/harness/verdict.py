@@ -24,6 +24,7 @@ __all__ = [
     "percent",
     "show",
     "verdict",
+    "wilson",
 ]
 
 ENOUGH = 3
@@ -94,6 +95,16 @@ def judged(gaps: Sequence[float], *, higher: bool = True, digits: int = 4) -> st
         return "inconclusive (too few seeds)"
     found = interval(gaps)
     return f"{verdict(found, higher=higher)} ({found.mean:+.{digits}f} ± {found.half:.{digits}f})"
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """The 95% interval of a share of `count` samples, by Wilson: within 0 and 1, never empty."""
+    if not 0 <= right <= count or count < 1:
+        raise ValueError(f"wilson needs 0 <= right <= count, count >= 1; got {right} of {count}")
+    z, share = 1.96, right / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def show(values: Sequence[float], digits: int = 3, sign: str = "") -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "CHOICES",
     "HELD_OUT",
     "Corpus",
+    "books",
     "by_position",
     "choices",
     "corpus",
@@ -59,6 +60,14 @@ def corpus(data: Path) -> Corpus:
         for paths in ([*seen, wiki / "train.txt.gz"], [*held, wiki / "valid.txt.gz"])
     )
     return Corpus(*(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, valid)))
+
+
+@cache
+def books(data: Path) -> Tensor:
+    """The bytes of the held-out books alone."""
+    held = [data / "gutenberg_books" / f"{name}.txt.gz" for name in HELD_OUT]
+    joined = b"\n\n".join(gzip.decompress(path.read_bytes()) for path in held)
+    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
 
 
 def windows(data: Tensor, count: int, length: int, seed: int) -> Tensor:

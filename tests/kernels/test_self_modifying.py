@@ -54,6 +54,7 @@ RULES: dict[str, tuple[SelfRule, int, int, dict[str, Any]]] = {
     "slow others": (SelfRule(chunk=8, chunk_others=16), 20, 5, {}),
     "slow memory": (SelfRule(chunk=16, chunk_others=8, objective=l2), 20, 5, {}),
     "tied retention": (SelfRule(chunk=16, chunk_others=16, tied=True), 20, 5, {}),
+    "gates that shut": (SelfRule(chunk=16, chunk_others=16, tied=True, shut=0.4), 20, 5, {}),
     "read at the start": (SelfRule(chunk=16, chunk_others=16, read_start=True), 20, 5, {}),
     "padding": (SelfRule(chunk=8, chunk_others=16), 20, 5, {"batch": 2, "counts": (20, 6)}),
     "a width that is no power of two": (SelfRule(chunk=16, chunk_others=16), 18, 0, {"d": 12}),

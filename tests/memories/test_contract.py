@@ -39,6 +39,9 @@ MEMORIES = {
     "self-modifying, a head that adds": lambda: m.SelfModifying(_self(adding=1, negative=True)),
     "titans without momentum": lambda: m.Titans(m.TitansConfig(**SIZES, chunk=4, momentum=False)),
     "self-modifying, tied": lambda: m.SelfModifying(_self(retention={"tied": True})),
+    "self-modifying, gates that shut": lambda: m.SelfModifying(
+        _self(retention={"tied": True}, rates={"shut": 0.3})
+    ),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 

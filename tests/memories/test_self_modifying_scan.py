@@ -111,6 +111,8 @@ RULES = {
     "tied l2": SelfRule(tied=True, rate_max=2.0, objective=l2, chunk=3, chunk_others=6),
     "steered": SelfRule(adaptive=(), tied=True, chunk=4, chunk_others=4),
     "steered, given values": SelfRule(adaptive=(), own_values=False, chunk=4, chunk_others=4),
+    "shut": SelfRule(tied=True, shut=0.4, retain_max=0.9, chunk=4, chunk_others=4),
+    "shut, not tied": SelfRule(shut=0.4, chunk=4, chunk_others=4),
     "slow others": SelfRule(chunk=2, chunk_others=6, objective=l2),
     "slow memory": SelfRule(chunk=6, chunk_others=3),
     "read at start": SelfRule(chunk=4, chunk_others=4, read_start=True),
@@ -180,14 +182,16 @@ def test_the_operator_keeps_to_the_rules_of_torch():
         torch.library.opcheck(torch.ops.nestling.self_modifying.default, arguments)
 
 
-@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "tied", "slow others"])
+@pytest.mark.parametrize(
+    "name", [*STATIC, "stage 3", "l2", "no erase", "tied", "shut", "slow others"]
+)
 def test_two_layer_memories(name):
     for tokens, position in ((9, 0), (5, 3)):
         compare(RULES[name], tokens, position, deep=True)
         compare(RULES[name], tokens, position, deep=True, residual=True)
 
 
-@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "tied"])
+@pytest.mark.parametrize("name", [*STATIC, "stage 3", "l2", "no erase", "tied", "shut"])
 @pytest.mark.parametrize("deep", [False, True])
 def test_momentum(name, deep):
     compare(RULES[name], 9, 3, momentum=True, deep=deep)

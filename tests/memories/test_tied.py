@@ -65,6 +65,64 @@ def test_the_gates_are_the_formula():
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gate_below_its_threshold_is_shut(tied):
+    """s = max(0, (sigmoid - c) / (1 - c)) (deviation 25); gradients as autograd finds them."""
+    rule = SelfRule(tied=tied, shut=0.4, retain_max=0.95)
+    raw = torch.randn(64, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    raw.requires_grad_()
+    gates = rule.gates(raw)
+    sigmoid, f = torch.sigmoid(raw).unbind(-1)
+    s = ((sigmoid - 0.4) / 0.6).clamp_min(0)
+    a = 1e-4 + (0.95 - 1e-4) * f
+    alpha = 1 - s * (1 - a) if tied else a
+    torch.testing.assert_close(gates.rate, s * alpha)
+    torch.testing.assert_close(gates.log_retain, alpha.log())
+    shut = sigmoid < 0.4
+    assert 10 < int(shut.sum()) < 54
+    assert (gates.rate[shut] == 0).all()
+    assert not tied or (gates.log_retain[shut] == 0).all()
+    weight, loss = torch.randn(2, 64, dtype=torch.float64)
+    out = (weight * s + loss * gates.log_retain).sum()  # d log s = d s / s
+    (want,) = torch.autograd.grad(out, raw)
+    found = rule.gates_backward(gates.write, gates.keep, weight * s, loss, None).detach()
+    torch.testing.assert_close(found, want)
+
+
+@torch.no_grad()
+def test_a_memory_with_gates_that_shut_keeps_what_it_knows_over_any_noise():
+    """Noise whose sigmoids stay below the threshold changes nothing, not even by rounding, and
+    the same noise wears down a memory that is only tied."""
+    noise = torch.randn(1, 4096, 8, generator=torch.Generator().manual_seed(1))
+    kept = []
+    for rates in ({"shut": 0.1}, {}):
+        memory = build(0.05, retention={"tied": True, "most": 0.9}, rates=rates)
+        state = memory.init(1)
+        weights = torch.randn(state.weights.first.shape, generator=torch.Generator().manual_seed(2))
+        filled = state.weights._replace(first=weights)
+        _, after = memory(noise, state._replace(weights=filled, start=filled))
+        kept.append((after.weights.first - weights).norm() / weights.norm())
+    assert kept[0] == 0
+    assert kept[1] > 0.5
+
+
+def test_rates_start_where_they_are_told_whatever_is_shut():
+    for shut in (0.0, 0.05, 0.5):
+        rates = Rates(start=(0.02, 0.3), shut=shut)
+        memory = SelfModifying(SelfModifyingConfig(width=16, heads=2, rates=rates))
+        assert memory.rule.gates(memory.bias).write.tolist() == pytest.approx([0.02, 0.3], rel=1e-4)
+    with pytest.raises(ValueError, match=r"shut must be in \[0, 1\); got 1.0"):
+        Rates(shut=1.0)
+
+
+def test_a_tied_memory_is_made_on_any_device():
+    with torch.device("meta"):
+        memory = SelfModifying(
+            SelfModifyingConfig(width=8, heads=2, retention=Retention(tied=True))
+        )
+    assert memory.bias.is_meta
+
+
 def adversary(memory, tokens, piece=4096):
     """The longest row ever seen at the ends of pieces, in streams that push one way."""
     g = torch.Generator().manual_seed(3)
@@ -89,7 +147,16 @@ def test_a_hundred_thousand_tokens_of_almost_no_rate_stay_under_the_bound():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "options", [{}, {"negative": True}, {"momentum": True}, {"erase": False}, {"residual": False}]
+    "options",
+    [
+        {},
+        {"negative": True},
+        {"momentum": True},
+        {"erase": False},
+        {"residual": False},
+        {"rates": {"shut": 0.3}},
+        {"rates": {"shut": 0.3, "most": 2.0}},
+    ],
 )
 def test_tied_rows_stay_under_the_bound(options):
     memory = build(retention={"tied": True, "most": 0.9}, **options)

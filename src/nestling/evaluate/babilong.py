@@ -44,15 +44,20 @@ class Story(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def stories(folder: str | Path, task: str, split: str = "test") -> tuple[Story, ...]:
-    """All questions of a bAbI task: from `babi_v1-2_en.zip`, or from its text files in a folder."""
+def stories(
+    folder: str | Path, task: str, split: str = "test", part: str = "en"
+) -> tuple[Story, ...]:
+    """All questions of a bAbI task: from `babi_v1-2_en.zip`, or from its text files in a folder.
+
+    part: the folder inside the zip file; `en-10k` has ten times the training stories of `en`.
+    """
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
     name = f"{task}_*_{split}.txt"
     for path in sorted(Path(folder).glob("*.zip")):
         with zipfile.ZipFile(path) as archive:
             for member in sorted(archive.namelist()):
-                if Path(member).match(f"en/{name}"):
+                if Path(member).match(f"{part}/{name}"):
                     return tuple(parse(io.TextIOWrapper(archive.open(member), "utf-8").read()))
     found = sorted(Path(folder).rglob(name))
     if not found:

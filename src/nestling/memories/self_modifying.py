@@ -107,15 +107,21 @@ class Rates:
         ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
     most: the largest rate as a share of the retention. 2 lets a write flip the sign of what is
         stored (parity needs it).
+    shut: below this share of the largest a rate is exactly zero, and what is above is stretched to
+        take its place (deviation 25). With tied retention a memory then stands still on tokens that
+        do not matter, however many they are.
     """
 
     start: tuple[float, float] = (0.1, 0.1)
     most: float = 1.0
+    shut: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "start", tuple(self.start))
         if not 0 < self.most <= 2:
             raise ValueError(f"the largest rate must be in (0, 2]; got {self.most}")
+        if not 0 <= self.shut < 1:
+            raise ValueError(f"rates.shut must be in [0, 1); got {self.shut}")
         if len(self.start) != 2 or not all(0 < rate < self.most for rate in self.start):
             raise ValueError(
                 f"rates must be two numbers between 0 and {self.most:g}; got {self.start}"
@@ -230,6 +236,7 @@ class SelfModifyingConfig:
             own_values=self.learning.own_values,
             erase=self.learning.erase,
             rate_max=self.rates.most,
+            shut=self.rates.shut,
             retain_max=self.retention.most,
             tied=self.retention.tied,
             clip=self.learning.clip,
@@ -433,6 +440,8 @@ def largest_row(rule: SelfRule, momentum: bool, adding: bool) -> float:
     `V = |w| + h / (1 - h) |z|`: `V' <= V + s (Z - (1 - a) |w|)`. It grows only while
     `|w| < W = Z / (1 - a)`, and then `V' <= W + Z / (1 - h)`, which bounds V, and |w| with it.
 
+    A gate that shuts (deviation 25) only chooses another s in [0, 1]: nothing above changes.
+
     For |k| < 1 put `beta |k|^2` for beta and `u / |k|` for u: `beta u^2` stays the same.
     This is exact arithmetic. In float32 a loss below 6e-8 in one update rounds to none; rows could
     then grow beyond the bound, but only by 8 million tokens, one by one, all at right angles to
@@ -454,7 +463,8 @@ def start_gates(readout: Tensor, bias: Tensor, theta: nn.Linear | None, config: 
     shares = config.rates.spread(config.heads)
     kept = config.retention.spread(shares)
     nn.init.normal_(readout, std=0.1 / math.sqrt(readout.shape[-1]))
-    bias[:, 0] = torch.log(shares / (1 - shares))
+    shut = config.rates.shut
+    bias[:, 0] = torch.logit(shut + (1 - shut) * shares)
     bias[:, 1] = torch.log(kept / (1 - kept))
     if theta is not None:
         nn.init.normal_(theta.weight, std=0.02)
@@ -538,7 +548,7 @@ def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
             erase=learning.erase,
             clip=learning.clip,
         ),
-        rates=Rates(start=(RATE, RATE)),
+        rates=Rates(start=(RATE, RATE), shut=config.rates.shut),
         retention=config.retention,
         chunk=config.chunk_others,
         chunk_others=config.chunk_others,

@@ -86,6 +86,7 @@ class TitansConfig:
             own_values=False,
             erase=False,
             rate_max=self.rates.most,
+            shut=self.rates.shut,
             retain_max=self.retention.most,
             tied=self.retention.tied,
             clip=self.clip,

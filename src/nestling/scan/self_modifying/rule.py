@@ -37,7 +37,7 @@ RETAIN_MIN = 1e-4
 
 PLAIN = {
     "adaptive": "bool[]", "squared": "bool", "own_values": "bool", "erase": "bool",
-    "rate_max": "float", "retain_max": "float", "tied": "bool", "clip": "float",
+    "rate_max": "float", "shut": "float", "retain_max": "float", "tied": "bool", "clip": "float",
     "chunk": "int", "chunk_others": "int", "read_start": "bool",
 }  # fmt: skip
 """A rule's options as operators take them, with their types in an operator's schema."""
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 class Gates(NamedTuple):
     """Rate and retention of tokens [...], and the sigmoids they are made of."""
 
-    write: Tensor  # in (0, 1): how strongly a token writes
+    write: Tensor  # in [0, 1): how strongly a token writes
     keep: Tensor  # in (0, 1): how much a token keeps
     rate: Tensor  # eta
     log_retain: Tensor  # log alpha
@@ -108,6 +108,7 @@ class SelfRule:
     own_values: stage 3, `vhat = M(v)`; otherwise stage 2, `vhat = v`.
     erase: delta gradient descent; False is plain gradient descent with retention.
     rate_max: the largest rate as a share of the retention; 2 allows negative eigenvalues.
+    shut: below this value the sigmoid of a rate counts as zero (deviation 25); see `gates`.
     retain_max: the largest retention (of a full write where retention is tied).
     tied: nothing fades where nothing is written (deviation 24); see `gates`.
     clip: bound on the error signal of every layer (deviation 8).
@@ -120,6 +121,7 @@ class SelfRule:
     own_values: bool = True
     erase: bool = True
     rate_max: float = 1.0
+    shut: float = 0.0
     retain_max: float = 0.9999
     tied: bool = False
     clip: float = 1.0
@@ -145,6 +147,8 @@ class SelfRule:
             )
         if not 0 < self.rate_max <= 2:
             raise ValueError(f"rate_max must be in (0, 2]; got {self.rate_max}")
+        if not 0 <= self.shut < 1:
+            raise ValueError(f"shut must be in [0, 1); got {self.shut}")
         if not RETAIN_MIN < self.retain_max < 1:
             raise ValueError(
                 f"retain_max must be in (0, 1), above {RETAIN_MIN:g}; got {self.retain_max}"
@@ -191,9 +195,13 @@ class SelfRule:
 
         `tied` (deviation 24): `alpha = 1 - s (1 - a)`. Retention is `a` only for a full write, and
         a token that writes nothing (s = 0) leaves the memory exactly as it was.
+        `shut` (deviation 25): with c = shut, `max(0, (s - c) / (1 - c))` stands for s, so that a
+        gate can close for good; it has no gradient where it is closed.
         Where `valid` is False nothing is written and nothing fades.
         """
         write, keep = torch.sigmoid(raw).unbind(-1)
+        if self.shut:
+            write = torch.relu(write - self.shut) / (1 - self.shut)
         retain = RETAIN_MIN + (self.retain_max - RETAIN_MIN) * keep
         if self.tied:
             lost = write * (1 - retain)
@@ -218,11 +226,15 @@ class SelfRule:
         of `log retain` at a fixed share."""
         span = self.retain_max - RETAIN_MIN
         retain = RETAIN_MIN + span * keep
-        draw = dlog_share * (1 - write)
+        slope = 1 - write  # of log write
+        if self.shut:
+            opened = write > 0
+            slope = slope * (1 - self.shut + self.shut / write.where(opened, 1)) * opened
+        draw = dlog_share * slope
         dkeep = dlog_retain * span * keep * (1 - keep)
         if self.tied:
             lost = write * (1 - retain)
-            draw = draw - dlog_retain * lost * (1 - write) / (1 - lost)
+            draw = draw - dlog_retain * lost * slope / (1 - lost)
             dkeep, retain = dkeep * write, 1 - lost
         both = torch.stack([draw, dkeep / retain], -1)
         return both if valid is None else both.masked_fill_(~valid.unsqueeze(-1), 0.0)

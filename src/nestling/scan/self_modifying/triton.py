@@ -126,11 +126,11 @@ def _look(
     keys, values, queries, inverse, numbers, first, T, B, RATE, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
-    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr,
+    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr, SHUT: tl.constexpr,
     ERASE: tl.constexpr, PREC: tl.constexpr, SOLVE: tl.constexpr,
 ):  # fmt: skip
     """k, v, q, gates and the inverse of a segment. The rows of its `numbers` [8, C]: rate, log g_t,
-    log g_{t-1}, the sigmoids of rate and retention, the scales of k, v and q."""
+    log g_{t-1}, the shares of rate and retention, the scales of k, v and q."""
     b = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * B + b  # of the tape
     plan += (first + tl.program_id(0)) * 4
@@ -190,6 +190,8 @@ def _look(
         raw_eta += tl.load(at, mask=ok, other=0.0).to(tl.float32)
         raw_alpha += tl.load(at + 1, mask=ok, other=0.0).to(tl.float32)
     sig_eta, sig_alpha = tl.sigmoid(raw_eta), tl.sigmoid(raw_alpha)
+    if SHUT > 0.0:
+        sig_eta = tl.maximum(sig_eta - SHUT, 0.0) / (1.0 - SHUT)
     retain = LEAST + SPAN * sig_alpha
     if TIED:
         lost = sig_eta * (1.0 - retain)
@@ -533,7 +535,8 @@ def _look_back(
     segment, first, T, B, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
-    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr, OWN: tl.constexpr,
+    ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, TIED: tl.constexpr, SHUT: tl.constexpr,
+    OWN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """Back through projections and gates to the memories that made them; where a memory's chunk
@@ -580,11 +583,15 @@ def _look_back(
     sig_eta, sig_alpha = tl.load(numbers + 3 * C + r), tl.load(numbers + 4 * C + r)
     behind = log + tl.cumsum(moving, 0, reverse=True) - moving  # d log alpha
     retain = LEAST + SPAN * sig_alpha
-    z *= 1.0 - sig_eta
+    slope = 1.0 - sig_eta  # of the rate's logarithm
+    if SHUT > 0.0:
+        opened = sig_eta > 0.0
+        slope *= tl.where(opened, 1.0 - SHUT + SHUT / tl.where(opened, sig_eta, 1.0), 0.0)
+    z *= slope
     if TIED:
         lost = sig_eta * (1.0 - retain)
         retain = 1.0 - lost
-        z -= behind * lost * (1.0 - sig_eta) / retain
+        z -= behind * lost * slope / retain
         behind *= sig_eta
     behind *= SPAN * sig_alpha * (1.0 - sig_alpha) / retain
     real = ok
@@ -757,7 +764,7 @@ def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     erase, own = {"ERASE": rule.erase}, {"OWN": rule.own_values}
     l2, cut = {"L2": rule.squared}, {"SHORT": short}
     start = {"READ_START": rule.read_start}
-    tied = {"TIED": rule.tied}
+    tied = {"TIED": rule.tied, "SHUT": float(rule.shut)}
     wide, deep = sizes | {"BO": block} | prec, sizes | {"BK": inner} | prec
     return _Setting(
         look=deep | slots | erase | tied | {"SOLVE": how["SOLVE"]},
