@@ -21,7 +21,7 @@ from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
 from studies.harness.verdict import wilson
 from studies.tasks.long import Curriculum, stories
-from studies.tasks.reading import bare, length_page, mean, mean_of, short, train_and_read
+from studies.tasks.reading import Plan, bare, length_page, mean, mean_of, short, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
@@ -56,18 +56,19 @@ class Protocol:
         " Student's t where three were read, else over samples by Wilson"
     )
 
-    def plan(self, arm: str, seed: int) -> dict[str, dict[int, int]]:
+    def plan(self, arm: str, seed: int) -> Plan:
         """How many samples of each task at each length."""
-        made = {}
+        made: dict[tuple[str, str], dict[int, int]] = {}
         for task in babilong.TASKS:
             most = max(length for length, _ in self.samples)
             if seed != self.seeds[0]:
                 most = min(most, self.other_seeds[task != "qa1"])
             if arm == "transformer":
                 most = min(most, self.transformer)
-            made[task] = {length: n for length, n in self.samples if length <= most}
-            if task == "qa1" and 10 * M in made[task]:
-                made[task][10 * M] = self.qa1_at_10m
+            asked = {length: n for length, n in self.samples if length <= most}
+            if task == "qa1" and 10 * M in asked:
+                asked[10 * M] = self.qa1_at_10m
+            made["babilong", task] = asked
         return made
 
 
@@ -90,7 +91,6 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
         build=lambda: bare(default.ARMS[job.arm], SIZE),
         draw=stories(context.data),
         curriculum=plan.part(protocol.trial_share) if job.trial else plan,
-        suite="babilong",
         plan=protocol.plan(job.arm, job.seed),
         floor=protocol.floor,
     )

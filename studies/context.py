@@ -28,7 +28,7 @@ from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks import text
-from studies.tasks.reading import short
+from studies.tasks.reading import bare, short
 
 K = 1 << 10
 
@@ -69,6 +69,8 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     """Let a kept model read."""
     folder = _models(context) / f"{job.task}-{job.arm}-{job.seed}"
     model = kept_model(folder)
+    if model is None and protocol is QUICK:  # which only shows that it runs
+        model = bare(default.ARMS[job.arm], lm.SIZES[job.task]).eval()
     if model is None:
         raise ValueError(f"{folder}: no such model; run python -m studies lm first")
     attends = "attention" in (model.config.mixer, *_names(model.config.mixer))

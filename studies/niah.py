@@ -20,7 +20,7 @@ from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, verdict
 from studies.tasks.long import Curriculum, needles
-from studies.tasks.reading import bare, length_page, score_of, short, train_and_read
+from studies.tasks.reading import Plan, bare, length_page, score_of, short, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
@@ -56,10 +56,12 @@ class Protocol:
         " by seed, 95% by Student's t"
     )
 
-    def plan(self, arm: str) -> dict[str, dict[int, int]]:
+    def plan(self, arm: str) -> Plan:
         """How many samples of each task at each length."""
         most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
-        return {task: {n: count for n, count in self.samples if n <= most} for task in TASKS}
+        return {
+            ("ruler", task): {n: count for n, count in self.samples if n <= most} for task in TASKS
+        }
 
 
 QUICK = Protocol(
@@ -80,7 +82,6 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
         build=lambda: bare(default.ARMS[job.arm], SIZE),
         draw=needles(context.data, TASKS),
         curriculum=plan.part(protocol.trial_share) if job.trial else plan,
-        suite="ruler",
         plan=protocol.plan(job.arm),
         floor=protocol.floor,
     )

@@ -21,13 +21,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from nestling.evaluate import babilong, ruler
-from nestling.evaluate.samples import Books, Sample, Tokens, Words, sentences
+from nestling.evaluate import babilong, longhealth, ruler
+from nestling.evaluate.samples import Books, Sample, Tokens, Words
 from studies.harness.loop import Trained, cosine, train
 from studies.harness.models import IGNORE
 from studies.tasks.vocabulary import END, PAD, Vocabulary, load, shelf
 
-__all__ = ["Curriculum", "Draw", "Row", "batches", "excerpts", "learn", "needles", "stories"]
+__all__ = [
+    "Curriculum",
+    "Draw",
+    "Row",
+    "batches",
+    "learn",
+    "letters",
+    "mixed",
+    "needles",
+    "stories",
+]
 
 Row = tuple[list[int], list[int]]
 """Tokens, and the token wanted after each (`IGNORE` where nothing is learned)."""
@@ -61,16 +71,15 @@ class Curriculum:
 
 
 @cache
-def excerpts(data: Path, sentences_each: int = 200) -> Books:
+def excerpts(data: Path, letters: int = 20_000) -> Books:
     """The books to train on, in parts that are quick to open."""
     whole = Books(tuple(shelf(data, held_out=False)))
-    parts = []
-    for number in range(len(whole.sources)):
-        told = list(sentences(whole.text(number)))
-        parts += [
-            " ".join(told[at : at + sentences_each]) for at in range(0, len(told), sentences_each)
-        ]
-    return Books(tuple(_given(part) for part in parts))
+    texts = [whole.text(number) for number in range(len(whole.sources))]
+    return Books(
+        tuple(
+            _given(text[at : at + letters]) for text in texts for at in range(0, len(text), letters)
+        )
+    )
 
 
 def _given(text: str) -> Callable[[], str]:
@@ -107,6 +116,9 @@ def learn(
 
     def loss(step: int) -> Tensor:
         ids, targets = batch(step)
+        if model.config.learns:  # levels learn from the text, training from the answers
+            made: Tensor = model(input_ids=ids, shift_labels=targets, use_cache=False).loss
+            return made
         read = model.model(input_ids=ids, use_cache=False).last_hidden_state
         asked = targets != IGNORE
         return cross_entropy(model.lm_head(read[asked]), targets[asked])
@@ -236,5 +248,28 @@ def needles(data: Path, tasks: Sequence[str]) -> Draw:
     return draw
 
 
+def letters(data: Path) -> Draw:
+    """Patients' letters and a question about them, one patient after another."""
+    del data  # they are made up
+    vocabulary = load()
+
+    def draw(rng: random.Random, length: int) -> Row:
+        row: Row = ([], [])
+        while len(row[0]) < length:
+            room = max(LETTERS, int((length - len(row[0])) * rng.random()))
+            made = longhealth.sample(room, rng.getrandbits(48), tokens=Tokens(vocabulary))
+            _append(row, made, f" {made.answers[0]}", vocabulary)
+        return _cut(row, length)
+
+    return draw
+
+
+def mixed(draws: Sequence[Draw]) -> Draw:
+    """A sequence of one of these kinds."""
+    return lambda rng, length: rng.choice(draws)(rng, length)
+
+
+LETTERS = 1100
+"""Tokens in which a patient's letters surely fit."""
 SHORTEST = dict(zip(ruler.NEEDLES, (320, 320, 380, 420, 380, 640, 420, 480), strict=True))
 """Tokens in which a needle task surely fits, room to answer (128) included."""

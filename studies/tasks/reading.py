@@ -1,6 +1,6 @@
 """Reading samples of a suite at growing lengths, and what pages show of it.
 
-    record = read(model, "babilong", {"qa1": {1024: 100, 65536: 100}}, data=data, ...)
+    record = read(model, {("babilong", "qa1"): {1024: 100, 65536: 100}}, data=data, ...)
     record["qa1"]["65536"]["scores"]
 
 Samples are read side by side in constant memory; throughput and resident memory are kept with the
@@ -34,6 +34,7 @@ from studies.tasks.long import Curriculum, Draw, learn
 from studies.tasks.vocabulary import load, shelf
 
 __all__ = [
+    "Plan",
     "Record",
     "bare",
     "held_out",
@@ -49,6 +50,9 @@ __all__ = [
 Record = dict[str, dict[str, dict[str, Any]]]
 """By task and length: `scores` of the samples, `tokens`, processor `seconds`, resident `mb`."""
 
+Plan = Mapping[tuple[str, str], Mapping[int, int]]
+"""By suite and task: how many samples at each length."""
+
 
 def held_out(data: Path) -> Data:
     """Books that no model was trained on, and the texts of the suites."""
@@ -61,8 +65,7 @@ def held_out(data: Path) -> Data:
 
 def read(
     model: Any,
-    suite: str,
-    plan: Mapping[str, Mapping[int, int]],
+    plan: Plan,
     *,
     data: Data,
     keep: Path,
@@ -70,14 +73,14 @@ def read(
     side_by_side: int = 20,
     piece: int = 256,
 ) -> Record:
-    """The scores of a model; plan: how many samples of each task at each length, shortest first.
+    """The scores of a model; plan: by suite and task, how many samples at each length.
 
     floor: a task is not read at longer lengths once its score is at most this.
     keep: a file of what was read already.
     """
     record: Record = json.loads(keep.read_text()) if keep.is_file() else {}
     vocabulary = load()
-    for task, lengths in plan.items():
+    for (suite, task), lengths in plan.items():
         done = record.setdefault(task, {})
         for length, count in sorted(lengths.items()):
             if str(length) not in done:
@@ -114,8 +117,7 @@ def train_and_read(
     build: Callable[[], Any],
     draw: Draw,
     curriculum: Curriculum,
-    suite: str,
-    plan: Mapping[str, Mapping[int, int]],
+    plan: Plan,
     floor: float,
 ) -> Run:
     """One job: a model is trained and kept, then it reads; a trial is only trained.
@@ -134,14 +136,14 @@ def train_and_read(
             return facts
         keep_model(model, folder, facts)
     keep = context.scratch / "read.json"
-    record = read(model.eval(), suite, plan, data=held_out(context.data), keep=keep, floor=floor)
+    record = read(model.eval(), plan, data=held_out(context.data), keep=keep, floor=floor)
     facts = kept_facts(folder)
     reading = sum(found["seconds"] for done in record.values() for found in done.values())
     return {
         **facts,
         "seconds": facts["seconds"] + reading,
         "read": record,
-        "gave up": {task: len(done) < len(plan[task]) for task, done in record.items()},
+        "gave up": {task: len(record[task]) < len(plan[suite, task]) for suite, task in plan},
     }
 
 

@@ -435,6 +435,22 @@ def test_reading_side_by_side_is_reading_one_by_one(model):
         assert text == tokenizer.decode(made[made != tokenizer.eos_token_id])
 
 
+def test_levels_learn_from_the_sample_they_read():
+    """What a learning model writes is what `generate` writes after learning from the whole text."""
+    torch.manual_seed(1)
+    levels = [{"name": "fast", "chunk": 32, "rate": 2.0}]
+    config = presets.tiny(num_hidden_layers=1, intermediate_size=32, levels=levels)
+    learner, tokenizer = NestlingForCausalLM(config).eval(), byte_tokenizer()
+    given = [one("s1", 700), one("s1", 900, 1)]
+    found = answer(learner, given, tokenizer, piece=128, tokens=6)
+    for sample, text in zip(given, found, strict=True):
+        ids = torch.tensor([list(sample.text().encode())])
+        made = learner.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert text == tokenizer.decode(made[made != tokenizer.eos_token_id])
+    still = learner(ids, learn=False).logits[0, -1]
+    assert not torch.allclose(still, learner(ids).logits[0, -1], atol=1e-3)
+
+
 def test_a_model_that_knows_the_answer_scores_full_marks(model, monkeypatch, data):
     """One that always goes on with the needle's value scores 100, an untrained one 0."""
     monkeypatch.setattr(

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from nestling.models import presets
-from studies import ablations, default, formal, lm, mad, queue, recall
+from studies import (
+    ablations,
+    babilong,
+    default,
+    formal,
+    levels_chunks,
+    lm,
+    mad,
+    niah,
+    queue,
+    recall,
+)
 from studies.__main__ import STUDIES
 from studies.older import formal as older_formal
 from studies.older import lm as older_lm
@@ -17,6 +28,10 @@ NEW = {
     "recall": (default.ARMS, recall.FORMS["noise, state 64x64"].size),
     "mad": (default.ARMS, mad.Protocol().size(mad.TASKS["copying"])),
     "ablations": (ablations.ARMS, lm.SIZES["1M"]),
+    "babilong": (default.ARMS, babilong.SIZE),
+    "niah": (default.ARMS, niah.SIZE),
+    "context": (default.ARMS, lm.SIZES["1M"]),
+    "levels_chunks": ({"hope": default.ARMS["hope"]}, levels_chunks.SIZE),
 }
 
 

@@ -194,11 +194,16 @@ def _read(model: Any, rows: list[Iterator[int]], cache: Any, piece: int) -> Tens
         for number, some in enumerate(taken):
             ids[number, : len(some)] = torch.tensor(some, dtype=torch.long)
             mask[number, : len(some)] = 1
-        read = model.model(
-            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True
+        at = (mask.sum(1) - 1).clamp(min=0)  # the last token of each row
+        places, which = at.unique(return_inverse=True)
+        read = model(  # (the whole model: its levels may learn from what they read)
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1 if places.tolist() == [longest - 1] else places,
         )
-        at = (mask.sum(1) - 1).clamp(min=0)
-        logits = model.lm_head(read.last_hidden_state[torch.arange(len(rows)), at])
+        logits = read.logits[torch.arange(len(rows), device=ids.device), which]
         goes_on = mask.any(1, keepdim=True)
         last = logits if last is None else torch.where(goes_on, logits, last)
 

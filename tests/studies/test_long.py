@@ -1,0 +1,226 @@
+"""Long-context studies: tokens, training texts, reading that goes on, what pages say."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from nestling.evaluate import babilong
+from nestling.evaluate.samples import Books, Sample, Tokens
+from nestling.evaluate.suites import Data
+from studies import babilong as study_babilong
+from studies import context as study_context
+from studies import levels_chunks, niah
+from studies.harness.models import IGNORE
+from studies.harness.verdict import wilson
+from studies.tasks import long, reading, text
+from studies.tasks.vocabulary import END, HELD_OUT, load, shelf
+
+K, M = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def data(shared_data) -> Path:
+    return Path(shared_data)
+
+
+def told(ids: list[int], targets: list[int]) -> list[tuple[str, str]]:
+    """What is learned: the text up to each answer, and the answer."""
+    found, start = [], 0
+    for i, (wanted, before) in enumerate(zip(targets, [IGNORE, *targets], strict=False)):
+        if wanted != IGNORE and before == IGNORE:
+            start = i
+        if wanted == END:
+            answer = load().decode(targets[start:i])
+            found.append((load().decode(ids[: start + 1]), answer))
+    return found
+
+
+# Tokens
+
+
+def test_tokens_of_pieces_are_those_of_the_text():
+    pieces = ["<context>\nIt was Mary.", " Mary journeyed to the office.", " No. 12345, it\u2019s so."]
+    pieces += ["\n</context>\nQuestion: Where is Mary?\nAnswer:"]
+    whole = load()("".join(pieces)).input_ids
+    assert whole == [i for piece in pieces for i in load()(piece).input_ids]
+    assert load().decode(whole) == "".join(pieces)
+    assert [load().decode([i]) for i in load()(" 907").input_ids] == [" ", "9", "0", "7"]
+
+
+def test_every_answer_is_one_token():
+    for labels in babilong.LABELS.values():
+        assert all(len(load()(" " + label).input_ids) == 1 for label in labels)
+
+
+def test_books_to_test_on_are_not_trained_on(data):
+    seen, held = (set(shelf(data, held_out=out)) for out in (False, True))
+    assert not seen & held
+    assert {path.name.split(".")[0] for path in held} == set(HELD_OUT)
+    assert set(text.HELD_OUT) <= set(HELD_OUT)
+    assert len(seen) == 12
+
+
+# Training
+
+
+def test_what_is_learned_is_the_answer_to_the_question(data):
+    draw = long.stories(data, ("qa1",))
+    ids, targets = draw(random.Random(900), 1200)
+    assert len(ids) == len(targets) == 1200
+    found = told(ids, targets)
+    assert len(found) >= 2
+    for before, answer in found:
+        assert before.endswith("?\nAnswer:")
+        person = before.rsplit("Where is ", 1)[1].split("?")[0]
+        facts = [s for s in before.split(".") if f"{person} " in s and " to the " in s]
+        moved = [s for s in facts if s.split(f"{person} ")[1].split(" ")[0] in MOVES]
+        assert moved[-1].rsplit(" ", 1)[1] == answer.strip()
+
+
+MOVES = ("moved", "went", "journeyed", "travelled")
+
+
+@pytest.mark.parametrize("make", [long.stories, lambda d: long.needles(d, niah.TASKS)])
+def test_batches_come_from_the_seed_and_grow_in_stages(data, make):
+    plan = long.Curriculum(steps=10, tokens=1024, stages=((0.5, 512), (1.0, 1024)))
+    draw = make(data)
+    batch, again = (long.batches(draw, plan, seed=900) for _ in range(2))
+    for step, shape in ((4, (2, 512)), (5, (1, 1024))):
+        ids, targets = batch(step)
+        assert ids.shape == targets.shape == shape
+        assert ids.equal(again(step)[0])
+        assert (targets != IGNORE).any()
+    other = long.batches(draw, plan, seed=901)
+    assert not batch(4)[0].equal(other(4)[0])
+    assert not batch(4)[0].equal(batch(3)[0])
+    assert plan.part(0.5).steps == 5
+
+
+def test_needles_and_letters_are_learned_by_their_values(data):
+    for draw, form in ((long.needles(data, ("s1",)), r"\d"), (long.letters(data), "[A-E]")):
+        found = told(*draw(random.Random(901), 2400))
+        assert found
+        for before, answer in found:
+            value = answer.strip(" .").replace(" ", "")
+            assert value
+            assert (value in before) if form == r"\d" else (value in "ABCDE")
+
+
+def test_names_are_exchanged_alike_in_facts_question_and_answer():
+    story = babilong.Story(
+        ("Mary went to the office.", "John got the milk."), "Where is Mary?", "office"
+    )
+    made = {long.renamed(story, long.NAMES, random.Random(i)) for i in range(40)}
+    assert len(made) > 20
+    for facts, question, answer in made:
+        who = question.removeprefix("Where is ").removesuffix("?")
+        assert facts[0] == f"{who} went to the {answer}."
+        assert not facts[1].startswith(who)
+
+
+def test_the_questions_of_a_story_are_chained():
+    lines = "1 A went.\n2 Q? \tx\t1\n3 B went.\n4 Q? \ty\t3\n1 C went.\n2 Q? \tz\t1\n"
+    chains = long._chains(tuple(babilong.parse(lines)))
+    assert [[story.answer for story in chain] for chain in chains] == [["x", "y"], ["z"]]
+
+
+# Reading
+
+
+BOOKS = Books(
+    (lambda: " ".join(f"This is sentence {n} of a book that says little." for n in range(300)),)
+)
+
+
+def test_reading_goes_on_where_it_stopped_and_gives_up_at_the_floor(tmp_path, monkeypatch, data):
+    asked = []
+
+    def answer(model, given: list[Sample], tokenizer, piece):
+        asked.append((given[0].task, given[0].length, len(given)))
+        right = given[0].length < 4096
+        return [sample.answers[0] if right else "nowhere" for sample in given]
+
+    monkeypatch.setattr(reading, "answer", answer)
+    plan = {("babilong", t): {1024: 3, 4096: 2, 8192: 2} for t in ("qa1", "qa4")}
+    given = {"data": Data(books=BOOKS, babi=data / "babi"), "keep": tmp_path / "read.json"}
+    found = reading.read(None, plan, floor=0.3, **given)
+    for task in ("qa1", "qa4"):
+        assert {n: one["scores"] for n, one in found[task].items()} == {
+            "1024": [1, 1, 1],
+            "4096": [0, 0],
+        }
+    assert len(asked) == 4
+    assert reading.read(None, plan, floor=0.3, **given) == found
+    assert len(asked) == 4  # nothing was read again
+    run = {"read": found, "gave up": {"qa1": True, "qa4": False}}
+    assert reading.score_of(run, "qa1", 8192) == 0.0  # given up: the last score stands
+    assert reading.score_of(run, "qa4", 8192) is None
+    assert reading.mean_of(run, ("qa1", "qa4"), 1024) == 1.0
+    assert reading.mean_of(run, ("qa1", "qa4"), 8192) is None
+
+
+def test_a_sample_in_these_tokens_has_its_length(data):
+    story = babilong.Story(("Mary went to the office.",), "Where is Mary?", "office")
+    for length in (1024, 4096):
+        made = babilong.sample("qa1", length, 0, story=story, books=BOOKS, tokens=Tokens(load()))
+        size = sum(len(load()(piece).input_ids) for piece in made.pieces())
+        assert abs(size - (length - babilong.RESERVED)) <= 10
+
+
+def test_wilson_is_the_textbook_interval():
+    assert wilson(10, 10) == pytest.approx((0.722, 1.0), abs=2e-3)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.161), abs=2e-3)
+    assert wilson(8, 20) == pytest.approx((0.219, 0.613), abs=2e-3)
+    with pytest.raises(ValueError, match="got 3 of 2"):
+        wilson(3, 2)
+
+
+# Protocols
+
+
+def test_babilong_asks_as_many_samples_as_agreed():
+    protocol = study_babilong.Protocol()
+    first, second = protocol.plan("hope", 0), protocol.plan("hope", 1)
+    assert first["babilong", "qa1"] == {
+        K: 100, 4 * K: 100, 16 * K: 100, 64 * K: 100, 256 * K: 30, M: 30, 10 * M: 20,
+    }  # fmt: skip
+    assert first["babilong", "qa5"][10 * M] == 10
+    assert max(second["babilong", "qa1"]) == M
+    assert max(second["babilong", "qa2"]) == 64 * K
+    assert max(protocol.plan("transformer", 0)["babilong", "qa1"]) == 16 * K
+    assert protocol.curriculum.stages[-1] == (1.0, 4096)
+
+
+def test_levels_have_their_fastest_alone_as_control():
+    every = levels_chunks.ARMS | levels_chunks.CONTROLS
+    for made in levels_chunks.ARMS.values():
+        assert not made or (made[0],) in every.values()
+        assert list(made) == sorted(made)
+    assert levels_chunks.chunks(4, 512) == (64, 128, 256, 512)
+
+
+def test_the_loss_of_a_context_is_that_of_its_second_half():
+    import torch
+
+    class Counting:
+        """Logits that make the loss of byte t exactly t / 10."""
+
+        def make_cache(self):
+            return [0]
+
+        def __call__(self, input_ids, past_key_values, use_cache):
+            start, size = past_key_values[0], input_ids.shape[1]
+            past_key_values[0] += size
+            loss = (torch.arange(start, start + size) + 1.0) / 10
+            other = torch.log(torch.exp(loss) - 1)
+            logits = torch.stack([torch.zeros(size), other], -1)
+            return type("Out", (), {"logits": logits.expand(2, -1, -1)})
+
+    found = study_context.losses(
+        Counting(), torch.zeros(2, 65, dtype=torch.long), (16, 64), piece=24
+    )
+    assert found["16"] == pytest.approx(sum(range(9, 17)) / 80, rel=1e-5)
+    assert found["64"] == pytest.approx(sum(range(33, 65)) / 320, rel=1e-5)
