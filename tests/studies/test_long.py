@@ -42,7 +42,7 @@ def told(ids: list[int], targets: list[int]) -> list[tuple[str, str]]:
 
 
 def test_tokens_of_pieces_are_those_of_the_text():
-    pieces = ["<context>\nIt was Mary.", " Mary journeyed to the office.", " No. 12345, it\u2019s so."]
+    pieces = ["<context>\nIt was Mary.", " Mary journeyed to the office.", " No. 12345, it\u2019s."]
     pieces += ["\n</context>\nQuestion: Where is Mary?\nAnswer:"]
     whole = load()("".join(pieces)).input_ids
     assert whole == [i for piece in pieces for i in load()(piece).input_ids]
