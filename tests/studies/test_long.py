@@ -21,7 +21,7 @@ from studies.tasks.vocabulary import END, HELD_OUT, load, shelf
 K, M = 1 << 10, 1 << 20
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def data(shared_data) -> Path:
     return Path(shared_data)
 
