@@ -69,6 +69,7 @@ class Continuum(nn.Module):
         loss: Loss | None = None,
         metric: Metric | None = None,
         confine: Confine | None = None,
+        natural: bool = False,
     ) -> None:
         super().__init__()
         if loss is None and not hasattr(model, "config"):
@@ -84,8 +85,9 @@ class Continuum(nn.Module):
                 raise ValueError(f"{name} must be at least 1 position; got {value}")
         self.model = model
         self.engine = Engine(
-            model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
-        )
+            model, levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate,
+            natural=natural,
+        )  # fmt: skip
         self.metric, self.confine = metric, confine
         limit = None if loss is not None else context_limit(model)
         self.context = min(filter(None, (context, limit)), default=None)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nestling.continuum import fast as differences
 from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weight_of
 from nestling.continuum.fast import Factors, Fast
+from nestling.continuum.natural import moments_of, natural_step
 from nestling.continuum.reading import LiveSlot, Reading
 from nestling.continuum.state import LevelState, MemoryLevel, Pairs
 from nestling.levels import LevelUpdate, multiple
@@ -313,16 +314,23 @@ def release(
     position: int,
     measure: bool,
     in_place: bool = False,
+    natural: Callable[[Owned], Tensor] | None = None,
 ) -> tuple[LevelState, LevelUpdate | None]:
     """One update of a level with the chunk it has collected (Eq. 71), and a new chunk.
 
     `theta <- retain theta - rate f(...)` on the difference, with f the rule's direction for the
     mean (or sum) of the chunk's gradients. Sequences that collected nothing stay as they are.
     in_place: nobody else holds the level's differences, so they may be overwritten.
+    natural: what turns each part's gradient into a natural step, [Di, Di].
     """
     level, some = wiring.levels[number], state.seen > 0
     if not bool(some.any()):
         return state, None
+    if natural is not None:
+        both = zip(wiring.parts[number], state.sums, strict=True)
+        state = state._replace(
+            sums=tuple(differences.turn(total, natural(own)) for own, total in both)
+        )
     factor = _factor(state.seen, wiring.mean)
     moved: list[_Moved] = []
     if wiring.plain[number] and level.rank is not None:
@@ -580,7 +588,8 @@ class Engine:
     """The levels of one model: what it reads with, and how a segment teaches them.
 
     Pure: level states go in and come out, the model is not changed. The model may be any module
-    whose slots are weights of linear layers.
+    whose slots are weights of linear layers. With `natural` its channels say what a step costs
+    (`nestling.continuum.natural`).
     """
 
     def __init__(
@@ -592,9 +601,12 @@ class Engine:
         reduce: str = "mean",
         transfer: str | None = None,
         transfer_rate: float | None = None,
+        natural: bool = False,
     ) -> None:
-        self.model, self.slots = model, tuple(slots)
+        self.model, self.slots, self.natural = model, tuple(slots), natural
         self.sizes = shapes(model, self.slots)
+        for slot in self.slots if natural else ():
+            moments_of(model, slot.name)  # (raises where there are none)
         self.wiring = wire(
             levels, slots, reduce=reduce, transfer=transfer, transfer_rate=transfer_rate
         )
@@ -710,6 +722,9 @@ class Engine:
             exact = torch.promote_types(now.dtype, torch.float32)
             return cut(now.to(exact), own.part).expand(batch, -1, -1)
 
+        def natural(own: Owned) -> Tensor:
+            return natural_step(self.model, self.slots[own.slot].name)
+
         due = [number for number in wiring.order if wiring.levels[number].due(position)]
         for number in due:
             for other in wiring.order:
@@ -726,6 +741,7 @@ class Engine:
                 position=position,
                 measure=measure,
                 in_place=mine is not None and number in mine,
+                natural=natural if self.natural else None,
             )
             if update is not None:
                 updates.append(update)

@@ -91,6 +91,15 @@ def scale(fast: Fast, factor: Tensor | float) -> Fast:
     return None if fast is None else fast * factor
 
 
+def turn(fast: Fast, by: Tensor) -> Fast:
+    """`Delta R` with a symmetric R [Di, Di]."""
+    if fast is None:
+        return None
+    if isinstance(fast, Factors):
+        return Factors(fast.left, by.to(fast.right.dtype) @ fast.right)
+    return fast @ by.to(fast.dtype)
+
+
 def add(one: Fast, other: Fast) -> Fast:
     """The sum of two differences; factors are joined as long as the matrix is not smaller."""
     if one is None or other is None:

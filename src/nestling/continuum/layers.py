@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nestling.continuum.natural import InputMoments
 from nestling.levels import Level
 from nestling.memories.core import Memory
 from nestling.norm import RMSNorm
@@ -151,9 +152,11 @@ class Chain(_Frozen):
         *,
         activation: str = "gelu",
         eps: float = 1e-6,
+        natural: bool = False,
     ) -> None:
         super().__init__()
         self.levels = tuple(levels)
+        self.moments = InputMoments(width, hidden, len(levels), shared=False) if natural else None
         self.norms = nn.ModuleList(RMSNorm(width, eps) for _ in levels)
         self.mlps = nn.ModuleList(level_mlp(width, hidden, activation) for _ in levels)
 
@@ -179,9 +182,11 @@ class Parallel(_Frozen):
         *,
         activation: str = "gelu",
         eps: float = 1e-6,
+        natural: bool = False,
     ) -> None:
         super().__init__()
         self.levels = tuple(levels)
+        self.moments = InputMoments(width, hidden, len(levels), shared=True) if natural else None
         self.norm = RMSNorm(width, eps)
         self.mlps = nn.ModuleList(level_mlp(width, hidden, activation) for _ in levels)
         self.weight = nn.Parameter(torch.empty(len(self.levels)))

@@ -9,7 +9,7 @@ cache: each segment reads with copies of its own, by which the gradient is taken
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ def naive(
     transfer_rate: float | None = None,
     second_order: bool = False,
     outer: bool = False,
+    natural: Callable[[str], Tensor] | None = None,
 ) -> NaiveResult:
     """Read ids [1, T]; level l changes at the multiples of its chunk, by its chunk's gradient.
 
@@ -73,6 +74,7 @@ def naive(
     that are learned outside (Eq. 73) or, with `transfer`, at the next slower level (Eq. 72).
     `second_order` keeps the history of every update for the gradient of the meta-objective; `outer`
     keeps the graph of every segment, with fast weights and the cache before it as constants.
+    `natural` gives what the gradient of a slot is multiplied with, [Di, Di].
     """
     graph = second_order or transfer == "second_order"
     running = _begin(model, levels, slots, rates)
@@ -105,7 +107,7 @@ def naive(
         if due:
             _collect(running, segment, graph, retain=second_order or outer)
             for each in due:
-                _update(each, slots, weights, model, t + 1, mean=mean, graph=graph)
+                _update(each, slots, weights, model, t + 1, mean, graph, natural)
             for faster, slower in itertools.pairwise(by_speed):
                 if transfer is not None and slower in due:
                     _return(faster, slower, transfer, transfer_rate, mean, second_order)
@@ -173,9 +175,9 @@ def _update(
     weights: dict[str, Tensor],
     model: Any,
     position: int,
-    *,
     mean: bool,
     graph: bool,
+    natural: Callable[[str], Tensor] | None,
 ) -> None:
     """One update of one level (Eq. 71); the rule sees the weight the model has read with."""
     each.step += 1
@@ -188,7 +190,8 @@ def _update(
         weight = cut(whole if graph else whole.detach(), own.part)
         memory = each.memory[place]
         memory = each.level.rule.init(weight) if memory is None else memory
-        write = Write(each.sums[place] / count)
+        gradient = each.sums[place] if natural is None else each.sums[place] @ natural(name)
+        write = Write(gradient / count)
         write, each.memory[place] = each.level.rule.step(write, memory, weight, gates)
         moved = gates.retain * each.fast[place] - gates.rate * write.grad
         each.fast[place] = moved if graph else moved.detach().requires_grad_()

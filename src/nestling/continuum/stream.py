@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from nestling.continuum.assignment import weight_of
 from nestling.continuum.engine import Engine, Rate, Segment, pair_up
+from nestling.continuum.natural import observe_inputs
 from nestling.continuum.reading import LiveSlot, Reading
 from nestling.continuum.state import ContinuumState, LevelState, Output
 from nestling.levels import LevelUpdate, boundaries
@@ -170,6 +171,7 @@ class TokenStream:
     `truncate` the cache is a constant at the start of every segment. outer: gathers the gradients
     of an outer loss, whose targets [B, T] (IGNORE: none) are those of the new tokens' logits.
     final: nobody goes on from the state afterwards, so levels collect only what they will use.
+    observe: what natural steps cost is learned from the first segment.
     """
 
     def __init__(
@@ -189,7 +191,9 @@ class TokenStream:
         final: bool = False,
         metric: Metric | None = None,
         confine: Confine | None = None,
+        observe: bool = False,
     ) -> None:
+        self.observe = observe and engine.natural
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
         self.run = run or _own_run(engine.model)
@@ -381,6 +385,8 @@ class TokenStream:
             segment = Segment(found if self.metric is None else self.metric(found), count, total)
         if outer is not None and not (alike and some):
             self._outer_pass(logits, reading, levels, skip)
+        if self.observe and segment is not None:
+            self._observe(segment)
         before = levels
         with _exact(logits):
             levels, updates = self.engine.learn(
@@ -401,6 +407,14 @@ class TokenStream:
         if self.meta is None:
             logits, losses = logits.detach(), losses.detach()
         return Piece(logits, losses, state_detach(after) if self.cut else after), levels
+
+    def _observe(self, segment: Segment) -> None:
+        """Let the model see what its levels read; tokens that teach nothing are left out."""
+        self.observe = False
+        inputs = {}
+        for slot, (x, surprise) in zip(self.engine.slots, segment.slots, strict=True):
+            inputs[slot.name] = x.detach()[(surprise.detach() != 0).any(-1)]
+        observe_inputs(self.model, inputs)
 
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
         if self.keep_logits:

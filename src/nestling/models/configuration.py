@@ -58,6 +58,9 @@ class NestlingConfig(PreTrainedConfig):
         gradient at the adapted weights, nearly as cheap as plain training), "second_order" (by the
         true gradient, through every update) or "frozen" (not at all).
     learn_rates: the rates are trained too, from the given ones on.
+    natural: the levels take natural steps, `G A^-1` with A the second moment of each matrix's
+        inputs (`nestling.continuum.natural`); the model keeps A as buffers and learns it in
+        training. False is plain gradient descent.
     truncate: in first-order training the memories' states are constants at the start of every
         segment (the tokens between two updates), which lets one backward pass per segment do all;
         False keeps the exact gradient across segments, at about twice the cost.
@@ -85,6 +88,7 @@ class NestlingConfig(PreTrainedConfig):
     levels: list[dict] | None = None
     learning: str = "first_order"
     learn_rates: bool = False
+    natural: bool = False
     truncate: bool = True
     transfer: str | None = None
     topology: str = "chain"
@@ -216,6 +220,7 @@ class NestlingConfig(PreTrainedConfig):
             topology=self.topology,
             activation=self.activation,
             eps=self.rms_norm_eps,
+            natural=self.natural,
         )
 
     @property

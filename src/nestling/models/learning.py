@@ -68,12 +68,13 @@ class _Group(NamedTuple):
 def engine_of(model: Any) -> Engine:
     """The engine of a model's own learning levels; the others' weights are left alone."""
     config = model.config
-    key = (config.memory_levels, config.transfer)
+    key = (config.memory_levels, config.transfer, config.natural)
     kept: Any = model.__dict__.get("_engine")
     if kept is None or kept[0] != key:
         levels = config.memory_levels
         slots = [s for s in own_slots(model) if levels[s.parts[0].level].active]
-        kept = (key, Engine(model, levels, slots, transfer=config.transfer))
+        transfer, natural = config.transfer, config.natural
+        kept = (key, Engine(model, levels, slots, transfer=transfer, natural=natural))
         model.__dict__["_engine"] = kept
     engine: Engine = kept[1]
     return engine
@@ -217,6 +218,7 @@ class _Reader:
             keep_logits=request.keep_logits,
             measure=request.measure,
             final=request.cache is None,
+            observe=self.model.training and (request.meta is not None or self.outer is not None),
         )
         if all(self.silent):
             out = stream.read(group.ids, state)

@@ -382,11 +382,11 @@ def _only_last(logits_to_keep: int | Tensor) -> bool:
 
 
 def _reset(module: nn.Module) -> None:
-    """Give a module its initial values, except for parameters that were loaded."""
+    """Give a module its initial values, except for parameters and buffers that were loaded."""
     reset: Any = getattr(module, "reset_parameters", None)
     if reset is None:
         return
-    own = list(module.parameters(recurse=False))
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
     if own and len(loaded) == len(own):
         return

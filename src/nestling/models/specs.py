@@ -89,6 +89,7 @@ class ChannelSpec:
     topology: str = "chain"
     activation: str = "gelu"
     eps: float = 1e-6
+    natural: bool = False
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -118,8 +119,9 @@ def _continuum(spec: ChannelSpec) -> Channel:
     usual = 8 * spec.width // 3 if spec.activation == GATED else 4 * spec.width
     hidden = spec.hidden or max(1, usual // len(spec.levels))
     return TOPOLOGIES[spec.topology](
-        spec.width, hidden, spec.levels, activation=spec.activation, eps=spec.eps
-    )
+        spec.width, hidden, spec.levels,
+        activation=spec.activation, eps=spec.eps, natural=spec.natural,
+    )  # fmt: skip
 
 
 def _feed_forward(spec: ChannelSpec) -> Channel:
