@@ -1,4 +1,4 @@
-"""Natural steps: the gradient times the inverse second moment of the inputs, and where that is kept."""
+"""Natural steps: the gradient times the inverse second moment of a slot's inputs."""
 
 from __future__ import annotations
 
