@@ -46,9 +46,7 @@ class Model:
 
 ARMS: dict[str, Model] = {
     "hope": Model(title="Hope", model="hope"),
-    "hope_printed": Model(
-        title="Hope as printed (Eq. 83-88)", model="hope", mixer={"residual": False}
-    ),
+    "hope_printed": Model(title="Hope as printed (Eq. 70, 83-88)", model="hope_printed"),
     "hope_attention": Model(title="Hope-Attention", model="hope_attention"),
     "transformer": Model(title="Transformer++", model="transformer"),
     "transformer_conv": Model(
@@ -62,30 +60,35 @@ ARMS: dict[str, Model] = {
 }
 """The models of every table."""
 
+
+def _adaptive(*names: str) -> dict[str, Any]:
+    return {"projections": {"adaptive": names}}
+
+
 ABLATIONS: dict[str, Model] = {
-    "no_dgd": Model(title="without DGD (no erasing)", model="hope", mixer={"erase": False}),
-    "momentum": Model(title="with momentum", model="hope", mixer={"momentum": True}),
+    "no_dgd": Model(
+        title="without DGD (no erasing)", model="hope", mixer={"learning": {"erase": False}}
+    ),
+    "momentum": Model(title="with momentum", model="hope", mixer={"learning": {"momentum": True}}),
     "no_retention": Model(
         title="without retention",
         model="hope",
-        mixer={"retain": 0.999999, "retain_max": 0.9999999},
+        mixer={"retention": {"start": (0.999999, 0.999999), "most": 0.9999999}},
     ),
     "no_levels": Model(
         title="without levels (one gated MLP)", model="hope", fields={"channel": "swiglu"}
     ),
-    "static_k": Model(title="static keys", model="hope", mixer={"adaptive": ("v", "eta", "alpha")}),
-    "static_v": Model(
-        title="static values", model="hope", mixer={"adaptive": ("k", "eta", "alpha")}
-    ),
+    "static_k": Model(title="static keys", model="hope", mixer=_adaptive("v", "eta", "alpha")),
+    "static_v": Model(title="static values", model="hope", mixer=_adaptive("k", "eta", "alpha")),
     "static_gates": Model(
-        title="static rate and retention", model="hope", mixer={"adaptive": ("k", "v")}
+        title="static rate and retention", model="hope", mixer=_adaptive("k", "v")
     ),
     "adaptive_q": Model(
         title="adaptive queries",
         model="hope",
-        mixer={"adaptive": ("k", "v", "eta", "alpha", "q")},
+        mixer=_adaptive("k", "v", "eta", "alpha", "q"),
     ),
-    "l2": Model(title="L2 objective", model="hope", mixer={"objective": "l2"}),
+    "l2": Model(title="L2 objective", model="hope", mixer={"learning": {"objective": "l2"}}),
 }
 """Hope with one thing changed (Table 6); `hope_printed` is among the models above."""
 

@@ -40,6 +40,16 @@ def test_tiny_is_hope_on_bytes():
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (256, 257, 258)
 
 
+def test_options_of_a_mixer_are_added_to_those_of_the_model():
+    printed = presets.tiny("hope_printed").mixer_spec(0).config()
+    assert not printed.projections.residual
+    more = {"projections": {"conv": 2}, "chunk": 32}
+    both = presets.tiny("hope_printed", mixer_options={"self_modifying": more})
+    config = both.mixer_spec(0).config()
+    assert (config.projections.residual, config.projections.conv, config.chunk) == (False, 2, 32)
+    assert presets.tiny().mixer_spec(0).config().projections.residual
+
+
 def test_fields_can_be_given_and_mistakes_are_named():
     assert presets.tiny(num_hidden_layers=2, intermediate_size=32).intermediate_size == 32
     with pytest.raises(ValueError, match="model must be one of hope, "):

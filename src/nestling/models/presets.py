@@ -34,8 +34,13 @@ __all__ = [
 ]
 
 
-MODELS: dict[str, dict[str, str]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "hope": {"mixer": "self_modifying", "channel": "cms"},
+    "hope_printed": {
+        "mixer": "self_modifying",
+        "channel": "cms",
+        "mixer_options": {"self_modifying": {"projections": {"residual": False}}},
+    },
     "hope_attention": {"mixer": "attention", "channel": "cms"},
     "transformer": {"mixer": "attention", "channel": "swiglu"},
     "ada_transformer": {"mixer": "attention", "channel": "in_context"},
@@ -45,7 +50,10 @@ MODELS: dict[str, dict[str, str]] = {
     "linear": {"mixer": "linear", "channel": "swiglu"},
     "retnet": {"mixer": "retnet", "channel": "swiglu"},
 }
-"""Models by name: which mixer goes with which channel memory."""
+"""Models by name: their mixer and channel memory, and what else makes them what they are.
+
+`hope` is ours, the same in every study; `hope_printed` is what the paper prints (Eq. 70, 83-88).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +102,8 @@ def hope_1b3(model: str = "hope", **fields: Any) -> NestlingConfig:
 def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
     """The model of this name at a size; its channel's hidden width is fitted to the size.
 
-    fields: of `NestlingConfig`; a hybrid gives `mixer` as a list with one name per layer.
+    fields: of `NestlingConfig`; a hybrid gives `mixer` as a list with one name per layer. Options
+        of a mixer are added to the model's own.
     """
     if model not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}; got {model!r}")
@@ -112,11 +121,20 @@ def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
         **MODELS[model],
         **fields,
     }
+    if "mixer_options" in fields and "mixer_options" in MODELS[model]:
+        given["mixer_options"] = _joined(MODELS[model]["mixer_options"], fields["mixer_options"])
     if given["vocab_size"] == BYTE_VOCABULARY:
         given = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, **given}
     if "intermediate_size" in given:
         return NestlingConfig(**given)
     return NestlingConfig(**given, intermediate_size=_fit(size.parameters, given))
+
+
+def _joined(own: Any, given: Any) -> Any:
+    """Options of a model with those that were given on top, group by group."""
+    if not (isinstance(own, dict) and isinstance(given, dict)):
+        return given
+    return own | {name: _joined(own.get(name), value) for name, value in given.items()}
 
 
 def parameter_count(config: NestlingConfig) -> int:
