@@ -23,6 +23,7 @@ STUDIES = {
     "niah": ("studies.niah", "needles in haystacks, 4K to 64K (Table 1)"),
     "levels_chunks": ("studies.levels_chunks", "how many levels, how slow (Fig. 7)"),
     "context": ("studies.context", "loss against context length to 64K (Fig. 10)"),
+    "pretrained": ("studies.pretrained", "the small Hope that comes with the package"),
     "queue": ("studies.queue", "all of the above, job by job, several at a time"),
     "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
     "continual": ("studies.continual.command", "classes or languages, one task after another"),

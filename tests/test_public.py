@@ -43,7 +43,7 @@ PUBLIC = {
     """,
     "nestling.models": """
         MemoryCache NestlingConfig NestlingForCausalLM NestlingModel StreamOutput byte_tokenizer
-        fingerprint load_state presets save_state stream
+        fingerprint load_state model_card presets pretrained save_state stream
     """,
 }
 """Module -> its public names."""

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from nestling import pretrained as shipped
 from nestling.files import BrokenFileError, open_regular, read_json
 
 __all__ = ["check_gguf", "load_llama2c", "load_llama2c_tokenizer", "load_pretrained"]
@@ -43,12 +44,15 @@ def load_pretrained(
 ) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a folder, hub name, .gguf or .bin file.
 
+    "nestling:small" is a model that comes with the package (`nestling.pretrained`), in float32.
     A GGUF file is dequantised into float32. Wrong files end in a ValueError that names them: files
     that are not regular, sizes that the weights do not fill, and (`strict`) weights that are
     missing, left over, of another shape or not finite. With `strict=False` missing weights are
     initialised and others ignored. Python code that comes with a model runs only with
     `trust_remote_code=True`.
     """
+    if str(name).startswith(shipped.PREFIX):
+        name, dtype = shipped.find(str(name)), dtype or torch.float32
     path = Path(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:

@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = changed(get_recipe(arguments.recipe), arguments.changes)
     if arguments.show:
-        for part, values in recipe.to_json().items():
-            print("\n".join(f"{part}.{key}={value}" for key, value in values.items()))
+        print("\n".join(recipe.lines()))
         return 0
     from nestling.train.distributed import join
     from nestling.train.trainer import TrainingFailedError, train

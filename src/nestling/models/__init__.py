@@ -14,9 +14,11 @@ except ModuleNotFoundError as error:
 from nestling.files import fingerprint
 from nestling.models import presets
 from nestling.models.cache import MemoryCache
+from nestling.models.card import model_card
 from nestling.models.configuration import NestlingConfig
 from nestling.models.modeling import NestlingForCausalLM, NestlingModel
 from nestling.models.saving import load_state, save_state
+from nestling.models.shipped import pretrained
 from nestling.models.streaming import StreamOutput, stream
 from nestling.models.tokenizer import byte_tokenizer
 
@@ -29,7 +31,9 @@ __all__ = [
     "byte_tokenizer",
     "fingerprint",
     "load_state",
+    "model_card",
     "presets",
+    "pretrained",
     "save_state",
     "stream",
 ]

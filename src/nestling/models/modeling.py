@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -22,6 +23,7 @@ from nestling.continuum.layers import LevelRates
 from nestling.levels import LevelUpdate
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
+from nestling.models.card import GENERATED, model_card
 from nestling.models.configuration import NestlingConfig
 from nestling.models.learning import Request, learn_tokens, outer_targets
 from nestling.models.packing import as_documents, as_rows, documents
@@ -123,6 +125,25 @@ class NestlingPreTrainedModel(PreTrainedModel):
         return super().from_pretrained(
             pretrained_model_name_or_path, *args, config=config, **kwargs
         )
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """Save the model as transformers does, and a model card unless there is one."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        main = args[0] if args else kwargs.get("is_main_process", True)
+        card = Path(save_directory, "README.md")
+        if main and not card.exists():
+            card.write_text(model_card(self.config), encoding="utf-8")
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Before files go to the hub: our card in place of an empty one made by transformers."""
+        card = Path(working_dir, "README.md")
+        if card.exists() and GENERATED in card.read_text(encoding="utf-8"):
+            card.write_text(model_card(self.config), encoding="utf-8")
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -137,6 +137,11 @@ class Recipe:
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
+    def lines(self) -> list[str]:
+        """The recipe as `key=value` lines, as `nestling train RECIPE --show` prints them."""
+        parts = self.to_json().items()
+        return [f"{part}.{key}={value}" for part, values in parts for key, value in values.items()]
+
 
 _COUNTS = (  # settings that count something: the least, and whether none is allowed
     ("run.steps", 1, False),

@@ -20,6 +20,7 @@ from nestling.files import locked
 from nestling.host import bf16_speed, keep_memory
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
+from nestling.models.card import model_card
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -123,8 +124,30 @@ def _export(trainer: Trainer, folder: Path) -> None:
     if trainer.world.main:
         trainer.bare.save_pretrained(folder, state_dict=weights)
         trainer.encoder.tokenizer.save_pretrained(folder)
+        said = model_card(trainer.bare.config, training=_story(trainer))
+        (folder / "README.md").write_text(said, encoding="utf-8")
         trainer.progress.say(f"saved the model in {folder}")
     trainer.world.barrier()
+
+
+def _story(trainer: Trainer) -> str:
+    """How a model was trained, for its card."""
+    recipe, memory = trainer.recipe, trainer.memory
+    tokens = memory.step * recipe.run.rows * recipe.data.length
+    where = "" if memory.best_step is None else f" at step {memory.best_step:,}"
+    sources = ", ".join(recipe.data.train)
+    return "\n".join(
+        [
+            f"{memory.step:,} steps, at most {tokens:,} tokens, from {sources}."
+            f" Best validation loss {memory.best:.4f} nats per token{where}.",
+            "",
+            "Trained by `nestling train` with these settings:",
+            "",
+            "```",
+            *recipe.lines(),
+            "```",
+        ]
+    )
 
 
 @contextlib.contextmanager
