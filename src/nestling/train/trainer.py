@@ -122,12 +122,27 @@ def _export(trainer: Trainer, folder: Path) -> None:
     weights = {k: v for k, v in trainer.bare.state_dict().items() if k not in tied}
     weights = whole(weights)
     if trainer.world.main:
-        trainer.bare.save_pretrained(folder, state_dict=weights)
+        with _without_bars():
+            trainer.bare.save_pretrained(folder, state_dict=weights)
         trainer.encoder.tokenizer.save_pretrained(folder)
         said = model_card(trainer.bare.config, training=_story(trainer))
         (folder / "README.md").write_text(said, encoding="utf-8")
         trainer.progress.say(f"saved the model in {folder}")
     trainer.world.barrier()
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bars of transformers between the lines of ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _story(trainer: Trainer) -> str:
