@@ -2,7 +2,7 @@
 
     python -m studies pretrained                    train (goes on after a stop), then pack
     python -m studies pretrained run.steps=100      the recipe with changes, as `nestling train`
-    python -m studies pretrained --pack-only        pack what runs/pretrained/model holds
+    python -m studies pretrained --pack             pack what runs/pretrained/model holds
 
 Fifteen novels teach it and three others judge it. Packing rounds the weights to bfloat16, checks
 that this costs nothing that matters, that all files together are at most 10 MB, and writes the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import json
 import shutil
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ def pack(folder: Path, into: Path, training: str, judge: torch.Tensor) -> Path:
         raise ValueError(
             f"bfloat16 costs {after - before:.4f} nats per byte, more than {ROUNDING}: not packed"
         )
+    into.parent.mkdir(parents=True, exist_ok=True)
     temporary = into.with_name(f".{into.name}.new")
     shutil.rmtree(temporary, ignore_errors=True)
     rounded.bfloat16().save_pretrained(temporary)
@@ -127,10 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--run", type=Path, default=Path("runs/pretrained"))
-    parser.add_argument("--into", type=Path, default=HOME / "small")
-    parser.add_argument("--pack-only", action="store_true")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
+    parser.add_argument("--runs", type=Path, default=Path("runs/pretrained"))
+    parser.add_argument("--out", type=Path, default=HOME, help="where the folder `small` goes")
+    parser.add_argument("--pack", action="store_true", help="train nothing, pack what is there")
     parser.add_argument("--quick", action="store_true", help="two steps of a very small model")
     given = parser.parse_args(arguments)
     made = recipe(given.data)
@@ -139,22 +141,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = dataclasses.replace(
             made,
             model=dataclasses.replace(made.model, fields={**tiny, "intermediate_size": 24}),
+            data=dataclasses.replace(
+                made.data, train=made.data.train[:1], valid=made.data.valid[:1]
+            ),
             run=Run(steps=2, rows=2, eval_every=2, eval_windows=1, save_every=2),
         )
     made = changed(made, given.changes)
     steps = made.run.steps
-    if not given.pack_only:
-        outcome = train(made, given.run)
+    if not given.pack:
+        outcome = train(made, given.runs)
         if outcome.signal is not None:
             return 128 + outcome.signal
         steps = outcome.step
     bytes_ = _first_bytes(Path(made.data.valid[0]), 4096 if given.quick else JUDGED)
-    print(f"packed: {pack(given.run / 'model', given.into, story(made, steps), bytes_)}")
+    packed = pack(given.runs / "model", given.out / "small", story(made, steps), bytes_)
+    print(f"packed: {packed}")
     return 0
 
 
 def _first_bytes(path: Path, count: int) -> torch.Tensor:
-    import gzip
-
     with gzip.open(path) as file:
         return torch.frombuffer(bytearray(file.read(count)), dtype=torch.uint8).long()

@@ -29,9 +29,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("moby_dick", *HELD_OUT):
         text = f"{name}: the ship went down, and the sea rolled on as it had before. " * 400
         (books / f"{name}.txt.gz").write_bytes(gzip.compress(text.encode()))
-    given = ["--quick", "--data", str(here / "data"), "--run", str(here / "run")]
+    given = ["--quick", "--data", str(here / "data"), "--runs", str(here / "run")]
     cache = f"data.cache={here / 'cache'}"
-    assert study.main([*given, "--into", str(here / "models" / "small"), cache]) == 0
+    assert study.main([*given, "--out", str(here / "models"), cache]) == 0
     return here
 
 
