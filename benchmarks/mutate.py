@@ -3,9 +3,11 @@
     python benchmarks/mutate.py                  # every equation, until one wrong version is caught
     python benchmarks/mutate.py 57 88            # these equations
     python benchmarks/mutate.py --all            # every wrong version of every equation's symbols
+    python benchmarks/mutate.py --sample 4       # four equations drawn by --seed, as the tests do
 
 A wrong version changes one thing in a function that cites the equation: a sign, a term left out, a
-number off by one, operands exchanged, a transpose forgotten. The tests marked with the equation run
+number off by one, operands exchanged, a transpose forgotten, a function not applied, a switch the
+other way. The tests marked with the equation run
 on it, each time in a process forked from one that has imported everything. A wrong version is
 caught when a test fails. Printed: per equation what was tried, and how many were caught in all.
 """
@@ -41,19 +43,25 @@ class Mutant(NamedTuple):
     what: str
     path: Path
     tree: ast.Module
+    rank: int  # tried in this order: from NOT_ARITHMETIC on, what is called is changed, no number
+
+
+NOT_ARITHMETIC = 4
 
 
 def wrong_versions(symbol) -> list[Mutant]:
     """All mutants of the code of one symbol of the registry, signs and terms first."""
     tree = ast.parse(symbol.path.read_text(encoding="utf-8"))
     inside = [n for n in _code(tree) if symbol.first <= getattr(n, "lineno", 0) <= symbol.last]
-    made: list[tuple[int, Mutant]] = []
+    arguments = [node for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    switches = {a.arg for a in arguments if getattr(a.annotation, "id", None) == "bool"}
+    made: list[Mutant] = []
     for node in inside:
-        for rank, what, new in _changes(node):
+        for rank, what, new in _changes(node, switches):
             other = copy.deepcopy(tree, {id(node): _placed(new, node)})
-            made.append((rank, Mutant(symbol.name, node.lineno, what, symbol.path, other)))
+            made.append(Mutant(symbol.name, node.lineno, what, symbol.path, other, rank))
     random.Random(symbol.name).shuffle(made)
-    return [mutant for _, mutant in sorted(made, key=lambda pair: pair[0])]
+    return sorted(made, key=lambda mutant: mutant.rank)
 
 
 def _placed(new: ast.AST, old: ast.AST) -> ast.AST:
@@ -76,8 +84,11 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
             yield from _code(child)
 
 
-def _changes(node: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
-    """What can be wrong about one node: rank (0 first), words, and the wrong node."""
+def _changes(node: ast.AST, switches: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
+    """What can be wrong about one node: rank (0 first), words, and the wrong node.
+
+    switches: arguments that are True or False.
+    """
     if isinstance(node, ast.BinOp):
         text = ast.unparse(node)
         signs: dict[type, ast.operator] = {ast.Add: ast.Sub(), ast.Sub: ast.Add()}
@@ -103,15 +114,31 @@ def _changes(node: ast.AST) -> Iterator[tuple[int, str, ast.AST]]:
         yield 2, f"not {ast.unparse(node)}", ast.Compare(node.left, [other], node.comparators)
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield 3, f"{node.value} + 1", ast.Constant(node.value + 1)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TWO_FIRST:
-        first, second, *rest = node.args if len(node.args) > 1 else (None, None)
-        if first is not None and second is not None:
-            wrong = ast.Call(node.func, [second, first, *rest], node.keywords)
-            yield 2, f"arguments exchanged in {ast.unparse(node)}", wrong
+    elif isinstance(node, ast.Call):
+        yield from _wrong_calls(node, switches)
+
+
+def _wrong_calls(node: ast.Call, switches: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
+    text, name = ast.unparse(node), ast.unparse(node.func).rpartition(".")[2]
+    if name in TWO_FIRST and len(node.args) > 1:
+        first, second, *rest = node.args
+        wrong = ast.Call(node.func, [second, first, *rest], node.keywords)
+        yield 2, f"arguments exchanged in {text}", wrong
+    if node.args and not isinstance(node.args[0], ast.Starred) and name not in ITERATES:
+        yield NOT_ARITHMETIC, f"only {ast.unparse(node.args[0])} of {text}", node.args[0]
+    for place, keyword in enumerate(node.keywords):
+        if keyword.arg is not None and getattr(keyword.value, "id", None) in switches:
+            other = ast.keyword(keyword.arg, ast.UnaryOp(ast.Not(), keyword.value))
+            words = [*node.keywords[:place], other, *node.keywords[place + 1 :]]
+            wrong = ast.Call(node.func, node.args, words)
+            yield NOT_ARITHMETIC, f"not {keyword.arg} in {text}", wrong
 
 
 TWO_FIRST = ("accumulate", "add", "addcmul", "lerp", "gd", "apply", "proximity", "loss", "gradient")
 """Functions whose first two arguments are not the same thing."""
+
+ITERATES = ("zip", "enumerate", "isinstance", "len", "range", "reversed", "list", "tuple")
+"""Calls that are no mathematics: left out, they would only crash."""
 
 
 LIVE: list[FunctionType] = []
@@ -194,6 +221,7 @@ def examine(entry, *, every: bool, most: int = 40) -> Verdict:
     survivors: list[str] = []
     queues = [wrong_versions(symbol) for symbol in sorted(entry.symbols, key=_plainness)]
     turns = [m for turn in range(most) for q in queues for m in q[turn : turn + 1]]
+    turns.sort(key=lambda mutant: mutant.rank >= NOT_ARITHMETIC)
     for mutant in turns if every else turns[:most]:
         found = outcome(mutant, tests)
         if found == UNTOUCHED:
@@ -216,8 +244,8 @@ def _plainness(symbol) -> int:
     return next((rank for rank, place in enumerate(places) if place in symbol.name), len(places))
 
 
-def prepare() -> list:
-    """Import everything the tests need once, and read the index."""
+def prepare(numbers: Sequence[int] = (), sample: int = 0, seed: int = 0) -> list:
+    """The equations asked for (default all), with everything their tests need imported once."""
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
     import pytest
@@ -226,13 +254,18 @@ def prepare() -> list:
     from nestling.paper.registry import index
 
     torch.set_num_threads(1)
+    entries = [e for e in index() if not numbers or e.equation.number in numbers]
+    if unknown := set(numbers) - {entry.equation.number for entry in entries}:
+        raise SystemExit(f"no such equations: {sorted(unknown)}")
+    if sample:
+        entries = random.Random(seed).sample(entries, min(sample, len(entries)))
+    files = sorted({test.name.partition("::")[0] for entry in entries for test in entry.tests})
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/equations"])
+        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files])
     source = str(ROOT / "src")
     for thing in gc.get_objects():
         if type(thing) is FunctionType and thing.__code__.co_filename.startswith(source):
             LIVE.append(thing)
-    entries = index()
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
     return entries
@@ -244,16 +277,22 @@ def main() -> int:
     parser.add_argument("equations", nargs="*", type=int, help="numbers; default all")
     parser.add_argument("--all", action="store_true", help="try every wrong version")
     parser.add_argument("--show", action="store_true", help="name those that were not caught")
+    parser.add_argument("--sample", type=int, default=0, help="only so many, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="of processor time: then no new one"
+    )
     arguments = parser.parse_args()
-    entries = {entry.equation.number: entry for entry in prepare()}
-    chosen = arguments.equations or list(entries)
     verdicts = []
     start = time.perf_counter()
-    for number in chosen:
-        verdict = examine(entries[number], every=arguments.all)
+    for entry in prepare(arguments.equations, arguments.sample, arguments.seed):
+        if verdicts and sum(os.times()[:4]) > arguments.seconds:
+            break
+        verdict = examine(entry, every=arguments.all)
         verdicts.append(verdict)
         print(
-            f"Eq. {number:>3}: {verdict.caught} of {verdict.tried} caught  {verdict.example[:90]}",
+            f"Eq. {verdict.number:>3}: {verdict.caught} of {verdict.tried} caught "
+            f" {verdict.example[:90]}",
             flush=True,
         )
         for words in verdict.survivors if arguments.show else ():

@@ -15,7 +15,7 @@ import nestling
 from nestling.adaptation import DriftWarning, Limits
 from nestling.adaptation.metric import measure_metric
 from nestling.adaptation.own_text import own_texts, sample_text
-from nestling.continuum.reading import Reading
+from nestling.continuum.fast import Reading
 from nestling.losses import pair_losses
 
 

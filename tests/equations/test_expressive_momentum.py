@@ -13,7 +13,7 @@ from nestling.rules.delta_momentum import DeltaMomentumState, delta_momentum, de
 from nestling.rules.feature_momentum import feature_momentum, polynomial, power
 from nestling.rules.momentum import momentum
 from nestling.rules.muon import muon
-from nestling.rules.nonlinear import nonlinear
+from nestling.rules.nonlinear import nonlinear, squash
 
 
 def draw(*shape):
@@ -137,6 +137,19 @@ def test_newton_schulz_on_the_output_of_momentum_is_muon():
         out, one = ours.step(Write(grad), one, weight, Gates())
         expected, two = theirs.step(Write(grad), two, weight, Gates())
         assert torch.equal(out.grad, expected.grad)
+
+
+@pytest.mark.equation(52)
+def test_the_step_is_a_nonlinearity_of_what_the_memory_answers():
+    g = draw(3, 3, 4)
+    strength, decay = 0.7, 0.9
+    rule = nonlinear(momentum(decay), squash(strength))
+    state, total = rule.init(g[0]), torch.zeros_like(g[0])
+    for grad in g:
+        out, state = rule.step(Write(grad), state, g[0], Gates())
+        total = decay * total + grad  # the memory keeps what it was told, not the bounded answer
+        size = total.square().mean().sqrt()
+        torch.testing.assert_close(out.grad, size * torch.tanh(total / size / strength))
 
 
 @pytest.mark.equation(53)

@@ -195,9 +195,11 @@ def history(beta1, beta2, steps=6, shape=(3, 2)):
 
 @pytest.mark.equation(100, 103, 104)
 def test_a_memory_of_the_sum_of_squares_is_momentum():
-    grads, past = history(1.0, 1.0)
+    beta2 = 0.7
+    grads, past = history(1.0, beta2)
     weight = double(3, 2)
-    stepped = memory_step(weight, past, momentum_value(past), rate=RATE)
+    close(momentum_value(past, beta2), grads.square().sum(0))
+    stepped = memory_step(weight, past, beta2 * momentum_value(past, beta2), rate=RATE)
     by_momentum, _ = momentum_step(weight, zeros(3, 2), grads.sum(0), rate=RATE)
     close(stepped, by_momentum)
 

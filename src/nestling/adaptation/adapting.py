@@ -15,8 +15,8 @@ from nestling.adaptation.learner import UNDO, Learner
 from nestling.adaptation.memory_files import read_meta
 from nestling.adaptation.slots import assign_levels, check_model
 from nestling.continuum import Continuum, MemoryLevel, Slot
-from nestling.continuum.assignment import weight_of
 from nestling.continuum.engine import TRANSFERS
+from nestling.continuum.fast import weight_of
 from nestling.files import BrokenFileError
 from nestling.rules import Rule
 

@@ -13,7 +13,7 @@ import torch
 
 from nestling.continuum import Continuum, ContinuumState, Fast, LevelState
 from nestling.continuum import fast as differences
-from nestling.continuum.assignment import cut, weight_of
+from nestling.continuum.fast import cut, weight_of
 from nestling.continuum.stream import Confine
 from nestling.levels import LevelUpdate
 from nestling.tree import tree_leaves

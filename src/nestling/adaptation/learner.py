@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nestling.adaptation import memory_files
-from nestling.adaptation.consolidate import check_move, move, moving
 from nestling.adaptation.drift import (
     Alarm,
     Drift,
@@ -34,11 +33,10 @@ from nestling.adaptation.metric import model_metric
 from nestling.adaptation.own_text import own_texts
 from nestling.adaptation.peft_export import LowRank, save_peft
 from nestling.adaptation.slots import left_out
-from nestling.adaptation.texts import as_ids, chat_ids, check_range, encode, pieces
 from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, MemoryLevel
 from nestling.continuum import fast as differences
-from nestling.continuum.assignment import cut, weight_of
-from nestling.continuum.reading import Reading
+from nestling.continuum.engine import check_move, move
+from nestling.continuum.fast import Reading, cut, weight_of
 from nestling.levels import LevelUpdate
 from nestling.losses import pair_losses, windowed_losses
 
@@ -118,7 +116,7 @@ class Learner:
         budget: float | None = None,
     ) -> None:
         if move_share is not None:
-            check_move(continuum)
+            check_move(continuum.engine.wiring)
         self.continuum, self.tokenizer, self.settings = continuum, tokenizer, settings
         self.limits = Limits() if limits is None else limits
         self.on_alarm = on_alarm
@@ -392,6 +390,10 @@ class Learner:
         return int(self.config.vocab_size)
 
     @property
+    def _moving(self) -> list[int]:
+        return self.continuum.engine.wiring.moving
+
+    @property
     def _fresh(self) -> bool:
         return self.state.tokens.shape[1] == 0 and self.state.cache is None
 
@@ -407,7 +409,7 @@ class Learner:
         read = int(self.state.start[0]) + self.state.tokens.shape[1]
         steps = [step]
         if self._move_share is not None:
-            steps += [int(self.levels[n].chunk) for n in moving(self.continuum)]
+            steps += [int(self.levels[n].chunk) for n in self._moving]
         return min(each - (read - 1) % each if read else each + 1 for each in steps)
 
     def _learn_piece(self, ids: Tensor, report: Report) -> None:
@@ -422,7 +424,9 @@ class Learner:
         """Take over what a call has learned; with an alarm, nothing of it."""
         made, state = as_numbers(out.updates), out.state
         if self._move_share is not None:
-            state = self._within(move(self.continuum, state, self._move_share))
+            wiring, share = self.continuum.engine.wiring, self._move_share
+            levels = move(state.levels, wiring, state.position, share)
+            state = self._within(state._replace(levels=levels))
             made += self._received(state, made)
         if alarm := find_alarm(made, self.limits):
             self._refuse(alarm, report)
@@ -480,7 +484,7 @@ class Learner:
         """Levels of rate 0 that were due: they changed by what has moved into them."""
         due = [
             number
-            for number in moving(self.continuum)[1:]
+            for number in self._moving[1:]
             if not self.levels[number].active and self.levels[number].due(state.position)
         ]
         last = made[-1].loss if made else 0.0
@@ -692,3 +696,82 @@ def _chunk(level: MemoryLevel) -> int | float:
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
+def as_ids(ids: Any, name: str = "ids") -> Tensor:
+    """Token ids as [T], from a tensor [T] or [1, T] or a sequence of whole numbers."""
+    tokens = torch.as_tensor(ids)
+    tokens = tokens[0] if tokens.dim() == 2 and tokens.shape[0] == 1 else tokens
+    if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(
+            f"{name}: one stream of token ids, [T] or [1, T] whole numbers; got"
+            f" {tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
+    return tokens.long()
+
+
+def encode(text: str, tokenizer: Any, *, begin: bool) -> Tensor:
+    """The tokens of a text; the tokenizer's own first token (BOS) only where a text begins."""
+    if tokenizer is None:
+        raise ValueError("learning from text needs a tokenizer: adapt(model, tokenizer=...)")
+    plain = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    bos = tokenizer.bos_token_id
+    if begin and bos is not None and _adds_bos(tokenizer, bos):
+        plain = [bos, *plain]
+    return torch.tensor(plain, dtype=torch.long)
+
+
+def chat_ids(chat: list[Any], tokenizer: Any) -> Tensor:
+    """The tokens of a chat, [T], up to where the assistant's answer begins."""
+    if not chat or not all(isinstance(turn, Mapping) and "role" in turn for turn in chat):
+        raise ValueError(
+            'a chat is a list of {"role": ..., "content": ...}; token ids go into a tensor [B, T];'
+            f" got {str(chat)[:80]}"
+        )
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError("a chat needs a tokenizer with a chat template: adapt(model, tokenizer=)")
+    made = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+    return torch.tensor(made["input_ids"], dtype=torch.long).flatten()
+
+
+def _adds_bos(tokenizer: Any, bos: int) -> bool:
+    ids = tokenizer("a", verbose=False).input_ids
+    return bool(ids) and ids[0] == bos
+
+
+def pieces(source: Any, tokenizer: Any, *, begin: bool) -> Iterator[Tensor]:
+    """A source as pieces [T] of one stream; each text of an iterator is encoded by itself."""
+    if isinstance(source, str):
+        yield encode(source, tokenizer, begin=begin)
+    elif isinstance(source, Tensor):
+        yield as_ids(source)
+    elif isinstance(source, Iterable):
+        single: list[int] = []
+        for item in source:
+            if isinstance(item, int) and not isinstance(item, bool):
+                single.append(item)
+                if len(single) < 1024:
+                    continue
+                yield torch.tensor(single)
+                single = []
+            elif isinstance(item, str):
+                yield encode(item, tokenizer, begin=begin)
+            else:
+                yield as_ids(item)
+            begin = False
+        if single:
+            yield torch.tensor(single)
+    else:
+        raise TypeError(
+            f"learn takes text, token ids or an iterator of them; got {type(source).__name__}"
+        )
+
+
+def check_range(ids: Tensor, vocabulary: int) -> Tensor:
+    """Refuse ids the model does not know."""
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+        raise ValueError(
+            f"ids: the model knows tokens 0 to {vocabulary - 1}; got {int(ids.min())} to"
+            f" {int(ids.max())}"
+        )
+    return ids

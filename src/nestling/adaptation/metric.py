@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nestling.adaptation.own_text import own_texts
 from nestling.continuum.engine import Engine
-from nestling.continuum.reading import Reading
+from nestling.continuum.fast import Reading
 from nestling.losses import pair_losses
 
 __all__ = ["Cost", "Metric", "measure_metric", "model_metric"]

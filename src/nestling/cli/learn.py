@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     from nestling.adaptation import DriftWarning, Limits, adapt, load_learner
-    from nestling.adaptation.texts import encode
+    from nestling.adaptation.learner import encode
     from nestling.cli.generate import load
     from nestling.host import keep_memory
 

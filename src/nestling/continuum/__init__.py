@@ -5,7 +5,6 @@
 """
 
 from nestling.continuum.assignment import (
-    Part,
     Slot,
     level_names,
     level_parts,
@@ -13,7 +12,8 @@ from nestling.continuum.assignment import (
     shared_slots,
 )
 from nestling.continuum.continuum import Continuum, meta_loss
-from nestling.continuum.fast import Factors, Fast
+from nestling.continuum.engine import LevelState, MemoryLevel
+from nestling.continuum.fast import Factors, Fast, Part
 from nestling.continuum.layers import (
     MLP,
     Block,
@@ -26,8 +26,8 @@ from nestling.continuum.layers import (
     SwiGLU,
 )
 from nestling.continuum.naive import naive
-from nestling.continuum.state import ContinuumState, LevelState, MemoryLevel, Output, Pairs
-from nestling.continuum.stream import align
+from nestling.continuum.stream import ContinuumState, Output, align
+from nestling.rules.core import Pairs
 
 __all__ = [
     "MLP",

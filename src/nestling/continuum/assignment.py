@@ -10,42 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
+from nestling.continuum.fast import Owned, Part, weight_of
 from nestling.continuum.layers import Chain, Parallel
 from nestling.levels import Level
 
 __all__ = [
     "REST",
-    "Owned",
-    "Part",
     "Slot",
-    "cut",
     "level_names",
     "level_parts",
     "own_slots",
     "owned",
     "shapes",
     "shared_slots",
-    "weight_of",
 ]
 
 REST = Level(name="rest", chunk=1)
 """The level of all parameters that belong to no memory: a step every step."""
 
 Factory = Callable[[list[Any]], Any]
-
-
-class Part(NamedTuple):
-    """What one level owns of a slot: all of it, or `start:stop` along one axis.
-
-    `axis` 0 are the layer's outputs (rows of W), 1 its inputs (columns); None is the whole matrix.
-    """
-
-    level: int  # index into the continuum's levels
-    axis: int | None = None
-    start: int = 0
-    stop: int = 0
 
 
 class Slot(NamedTuple):
@@ -57,18 +42,6 @@ class Slot(NamedTuple):
 
     name: str  # "model.layers.0.mlp.up_proj.weight"
     parts: tuple[Part, ...]
-
-
-class Owned(NamedTuple):
-    """One part of one slot, as its level sees it."""
-
-    slot: int  # index into the slots
-    part: Part
-
-    @property
-    def key(self) -> tuple[int, int | None, int, int]:
-        """The piece of the model this is, whichever level owns it."""
-        return self.slot, self.part.axis, self.part.start, self.part.stop
 
 
 def own_slots(model: nn.Module) -> tuple[Slot, ...]:
@@ -105,25 +78,6 @@ def shared_slots(model: nn.Module, levels: int) -> tuple[Slot, ...]:
     return tuple(Slot(name, tuple(Part(level) for level in range(levels))) for name in names)
 
 
-def weight_of(model: nn.Module, name: str) -> tuple[Tensor, bool]:
-    """The matrix behind a parameter's name, and whether it is stored inputs first (Conv1D)."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-        weight: Any = getattr(module, leaf)
-    except AttributeError as error:
-        raise ValueError(f"slots: the model has no parameter {name!r}") from error
-    transposed = type(module).__name__ == "Conv1D"
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"slots: {name!r} must be a floating point matrix of a linear layer")
-    if not (transposed or isinstance(module, nn.Linear)):
-        raise ValueError(
-            f"slots: {name!r} belongs to a {type(module).__name__}; a slot is the weight of an"
-            " nn.Linear or a Conv1D"
-        )
-    return weight, transposed
-
-
 def owned(slots: Sequence[Slot], levels: Sequence[Level]) -> tuple[tuple[Owned, ...], ...]:
     """For every level the parts it owns, in the order of the slots."""
     names = [slot.name for slot in slots]
@@ -157,13 +111,6 @@ def shapes(model: nn.Module, slots: Sequence[Slot]) -> list[tuple[int, int]]:
         _refuse_overlap(slot)
         sizes.append((int(outputs), int(inputs)))
     return sizes
-
-
-def cut(weight: Tensor, part: Part) -> Tensor:
-    """A part of a matrix [..., Do, Di]: a view."""
-    if part.axis is None:
-        return weight
-    return weight.narrow(-2 + part.axis, part.start, part.stop - part.start)
 
 
 def level_parts(

@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.continuum.assignment import Owned, Slot, weight_of
-from nestling.continuum.engine import TRANSFERS, Engine, Rate
-from nestling.continuum.state import ContinuumState, MemoryLevel, Output
-from nestling.continuum.stream import Confine, Metric, TokenStream, begin, context_limit
+from nestling.continuum.assignment import Slot
+from nestling.continuum.engine import TRANSFERS, Engine, MemoryLevel, Rate
+from nestling.continuum.fast import Owned, weight_of
+from nestling.continuum.stream import (
+    Confine,
+    ContinuumState,
+    Metric,
+    Output,
+    TokenStream,
+    begin,
+    context_limit,
+)
 from nestling.continuum.supervised import Loss, PairStream
 
 __all__ = ["METAS", "Continuum", "meta_loss"]

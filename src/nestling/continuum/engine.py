@@ -1,9 +1,15 @@
 """How levels learn, whatever is read: collect the chunk's gradient, step when due (Eq. 71-73).
 
+A *slot* is one weight matrix of a model. Every level owns some slots, or parts of them, and keeps
+for each sequence a *difference* from the model's weight there: the level's fast weights. The model
+reads with `W0 + sum_l Delta_l`; the model itself is never changed.
+
 `Wiring` is fixed before the first pair: who owns what, who feeds whom. `collect`, `feed`,
-`release`, `remember` and `transfer` are pure functions of a level's state; under `graph` all of it
-can be differentiated, otherwise no history is kept. `Engine` puts them together: `learn` takes what
-one segment brought and lets every level that is due step.
+`release`, `remember`, `transfer` and `move` are pure functions of a level's state; under `graph`
+all of it can be differentiated, otherwise no history is kept. `Engine` puts them together: `learn`
+takes what one segment brought and lets every level that is due step.
+
+Shapes: B sequences, n pairs, Do x Di a weight (outputs first), R rank.
 """
 
 from __future__ import annotations
@@ -19,23 +25,25 @@ import torch
 from torch import Tensor, nn
 
 from nestling.continuum import fast as differences
-from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weight_of
-from nestling.continuum.fast import Factors, Fast
+from nestling.continuum.assignment import Slot, owned, shapes
+from nestling.continuum.fast import Factors, Fast, LiveSlot, Owned, Reading, cut, weight_of
 from nestling.continuum.natural import moments_of, natural_step
-from nestling.continuum.reading import LiveSlot, Reading
-from nestling.continuum.state import LevelState, MemoryLevel, Pairs
-from nestling.levels import LevelUpdate, multiple
-from nestling.rules.core import Gates, Write
+from nestling.levels import Level, LevelUpdate, multiple
+from nestling.rules.core import Gates, Pairs, Rule, Write, identity
 from nestling.tree import state_detach, tree_map
 
 __all__ = [
     "TRANSFERS",
     "Engine",
+    "LevelState",
+    "MemoryLevel",
     "Segment",
     "Wiring",
+    "check_move",
     "collect",
     "empty",
     "feed",
+    "move",
     "release",
     "remember",
     "transfer",
@@ -48,6 +56,64 @@ TRANSFERS = ("frozen", "first_order", "reptile", "second_order")
 """How an initial state is learned (deviation 14)."""
 
 _DESCENDING = ("first_order", "second_order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLevel(Level):
+    """A level of memory: how often it changes (Eq. 71), by which rule, and how strongly.
+
+    rule: any rule of `nestling.rules`; plain gradient descent by default.
+    rate: eta; 0 (with `retain` 1) never changes, and costs nothing.
+    retain: alpha, on the *difference*: below 1 the level drifts back to its initial weights.
+    rank: None keeps a full matrix; a number keeps `U V^T` with at most so many columns: exact until
+        it is exceeded, then the best approximation; plain gradient descent only.
+    """
+
+    rule: Rule = identity
+    rate: float = 1e-2
+    retain: float = 1.0
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.rate) and self.rate >= 0.0):
+            raise ValueError(f"level {self.name!r}: rate must be a number >= 0; got {self.rate!r}")
+        if not 0.0 <= self.retain <= 1.0:
+            raise ValueError(f"level {self.name!r}: retain must lie in [0, 1]; got {self.retain!r}")
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        if self.rank is not None and not (whole and self.rank >= 1):
+            raise ValueError(
+                f"level {self.name!r}: rank must be None or a whole number of at least 1; got"
+                f" {self.rank!r}"
+            )
+
+    @property
+    def active(self) -> bool:
+        """False when this level can never change."""
+        return self.chunk != math.inf and (self.rate != 0.0 or self.retain != 1.0)
+
+
+class LevelState(NamedTuple):
+    """One level for every sequence; tuples have one entry per part the level owns, in slot order.
+
+    `sums` and `pairs` collect the unfinished chunk (a level whose chunk is a multiple of another's
+    is fed by that one when it is due); `pairs` only for rules that need them. `start`, `outer`,
+    `outer_seen` and `outer_surprise` serve the nested variant (Eq. 72): the initial state the level
+    returns to, and what the next slower level has collected to learn it from.
+    """
+
+    fast: tuple[Fast, ...]
+    rule: tuple[Any, ...]  # the rule's own state; None before the first update
+    sums: tuple[Fast, ...]  # gradient of the summed loss
+    pairs: tuple[Pairs | None, ...]
+    seen: Tensor  # [B] pairs collected
+    surprise: Tensor  # [B] their summed loss
+    updates: Tensor  # [B] int64: updates so far (since the level's context began, Eq. 72)
+    lost: Tensor  # [B] norm of what truncation to `rank` has dropped so far (summed)
+    start: tuple[Fast, ...]  # None is zero
+    outer: tuple[Fast, ...]  # gradient of the summed loss
+    outer_seen: Tensor  # [B]
+    outer_surprise: Tensor  # [B]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +135,12 @@ class Wiring:
         """The next slower level, which learns this one's initial state (Eq. 72)."""
         place = self.order.index(level) + 1
         return self.order[place] if self.transfer and place < len(self.order) else None
+
+    @property
+    def moving(self) -> list[int]:
+        """The levels between which something moves (`move`), fastest first; rate 0 receives."""
+        order = [n for n, level in enumerate(self.levels) if level.finite]
+        return sorted(order, key=lambda n: self.levels[n].chunk)
 
     def needed(self, position: int, last: int) -> set[int]:
         """The levels that will be due at or after `position`, in a stream that ends at `last`."""
@@ -562,6 +634,56 @@ def _second_order(state: LevelState, wiring: Wiring, rate: Rate, graph: bool) ->
 
 def _leaf(start: Fast) -> Fast:
     return start.detach().requires_grad_() if isinstance(start, Tensor) else start
+
+
+def check_move(wiring: Wiring) -> None:
+    """Refuse levels that do not sit on the same weights: nothing can move between them."""
+    owned = [[own.key for own in wiring.parts[number]] for number in wiring.moving]
+    if any(parts != owned[0] for parts in owned):
+        raise ValueError(
+            "transfer='move' needs levels on the same weights: assign='share' (for other"
+            " assignments use transfer='reptile' or 'first_order')"
+        )
+
+
+def move(
+    levels: tuple[LevelState, ...], wiring: Wiring, position: int, share: float
+) -> tuple[LevelState, ...]:
+    """Consolidation: every level due at `position` takes `share` of the next faster's difference.
+
+    Beside the nested variant (Eq. 72) this is the plain move: what the slower level is given is
+    taken from the faster one. The sum, which is what the model reads with, stays as it is; but what
+    was moved is then kept by the slower level's retention. With a small share the slower level is
+    an average over many of the faster one's chunks, and with rate 0 it is nothing else: what lasts
+    over several texts gathers there, while the faster level follows the text at hand and, if it
+    retains less than 1, lets go of it again. That is what brings a text back quickly after another
+    one (docs/adapt.md).
+    """
+    new = list(levels)
+    for fast, slow in reversed(list(itertools.pairwise(wiring.moving))):
+        level = wiring.levels[slow]
+        if level.due(position):
+            new[fast], new[slow] = _move(new[fast], new[slow], share, level.rank)
+            if not level.active:  # it has no updates of its own
+                new[slow] = new[slow]._replace(updates=new[slow].updates + 1)
+    return tuple(new)
+
+
+def _move(
+    fast: LevelState, slow: LevelState, share: float, rank: int | None
+) -> tuple[LevelState, LevelState]:
+    given: list[Fast] = []
+    kept: list[Fast] = []
+    lost = slow.lost
+    for mine, its in zip(slow.fast, fast.fast, strict=True):
+        moved = differences.scale(its, share)
+        if rank is not None and isinstance(moved, Tensor):
+            raise ValueError("transfer='move': a full level cannot move into one with a rank")
+        total, dropped = _shape(differences.add(mine, moved), rank)
+        lost = lost + dropped
+        given.append(total)
+        kept.append(None if share == 1.0 else differences.scale(its, 1.0 - share))
+    return fast._replace(fast=tuple(kept)), slow._replace(fast=tuple(given), lost=lost)
 
 
 def _factor(seen: Tensor, mean: bool) -> Rate:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
-from nestling.continuum.assignment import Owned, Slot, cut, owned, shapes, weight_of
-from nestling.continuum.state import MemoryLevel
+from nestling.continuum.assignment import Slot, owned, shapes
+from nestling.continuum.engine import MemoryLevel
+from nestling.continuum.fast import Owned, cut, weight_of
 from nestling.continuum.stream import cache_from, cache_tree
 from nestling.rules.core import Gates, Write
 from nestling.tree import state_detach

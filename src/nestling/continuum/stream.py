@@ -1,6 +1,8 @@
 """Reading and learning from a stream of tokens: segments, caches, padding (Eq. 71).
 
-Segments end at the absolute positions where some level is due. A whole segment is one forward pass
+The clock counts (input, target) pairs. A pair is consumed once its target is known, so feeding a
+stream in any pieces gives the same fast weights; `n` tokens are `n - 1` pairs. Segments end at the
+absolute positions where some level is due. A whole segment is one forward pass
 with a graph and one backward pass to the slots' outputs; then the levels that are due step. An
 unfinished segment is answered without a graph and read again, from the cache where it began, once
 its last target is known: so the fast weights do not depend on how the stream was cut into calls, to
@@ -20,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.continuum.assignment import weight_of
-from nestling.continuum.engine import Engine, Rate, Segment, pair_up
+from nestling.continuum.engine import Engine, LevelState, Rate, Segment, pair_up
+from nestling.continuum.fast import LiveSlot, Reading, weight_of
 from nestling.continuum.natural import observe_inputs
-from nestling.continuum.reading import LiveSlot, Reading
-from nestling.continuum.state import ContinuumState, LevelState, Output
 from nestling.levels import LevelUpdate, boundaries
 from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
@@ -32,8 +32,10 @@ from nestling.tree import state_detach
 
 __all__ = [
     "Confine",
+    "ContinuumState",
     "Metric",
     "Outer",
+    "Output",
     "TokenStream",
     "align",
     "begin",
@@ -50,7 +52,44 @@ Levels = tuple[LevelState, ...]
 Confine = Callable[[Levels, Levels, list[LevelUpdate]], tuple[Levels, list[LevelUpdate]]]
 """`confine(before, after, updates)`: the levels and updates to go on with."""
 Run = Callable[[Tensor, Any, int], tuple[Tensor, Any]]
-"""A model's forward pass: tokens [B, n], cache tree and tokens in it -> logits, cache tree."""
+"""A model's forward pass: tokens [B, n], cache tree and tokens in it -> logits, cache."""
+
+
+class ContinuumState(NamedTuple):
+    """All that one continuum remembers; every tensor has the batch in front.
+
+    `start` inputs are behind the last segment; `tokens` came after it and wait for their segment
+    to be complete. `cache` is the model's own state before `tokens`, `ahead` after them (trees of
+    tensors; None is empty). What was *learned* is `levels`; the rest is the running context.
+    """
+
+    levels: tuple[LevelState, ...]
+    start: Tensor  # [B] int64, the same for all sequences
+    begin: Tensor  # [B] int64: where the model's cache begins, the same for all sequences
+    tokens: Tensor  # [B, P] int64
+    wanted: Tensor  # [B, P] bool: is the pair whose target is this token to be learned
+    cache: Any
+    ahead: Any
+    last: Tensor | None  # [B, V] logits after the last token
+
+    @property
+    def position(self) -> int:
+        """How many (input, target) pairs were consumed."""
+        return max(int(self.start[0]) + self.tokens.shape[1] - 1, 0)
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.start.shape[0]
+
+
+class Output(NamedTuple):
+    """What reading (and learning from) some tokens gives."""
+
+    logits: Tensor  # [B, T, V] for the token after each; [B, 1, V] with keep_logits=False
+    losses: Tensor  # [B, T] each token's loss given all before it; nan for the very first
+    state: ContinuumState
+    updates: tuple[LevelUpdate, ...]  # in the order in which they happened
 
 
 def begin(engine: Engine, batch: int) -> ContinuumState:
@@ -307,12 +346,13 @@ class TokenStream:
         reading = Reading(live, ids.shape[0], record=record, constant=self.constant)
         with torch.set_grad_enabled(self.meta is not None or record):
             with reading:
-                logits, after = self.run(ids, tree, seen)
+                logits, cache = self.run(ids, tree, seen)
             losses = pair_losses(logits[:, :-1], ids[:, 1:])
         first = first_loss(ids, last, logits)
         if self.outer is not None:
             self._outer_pass(logits, reading, levels, skip)
-            logits, losses, after = logits.detach(), losses.detach(), state_detach(after)
+            logits, losses = logits.detach(), losses.detach()
+        after = cache_tree(cache, constant=self.meta is None)
         return Piece(logits, torch.cat([first, losses], 1), after)
 
     def _live(self, levels: tuple[LevelState, ...]) -> list[LiveSlot]:
@@ -365,7 +405,7 @@ class TokenStream:
         segment = None
         with torch.set_grad_enabled(record or self.meta is not None):
             with reading, any_order() if graph else nullcontext():
-                logits, after = self.run(tokens[:, :-1], tree, seen)
+                logits, cache = self.run(tokens[:, :-1], tree, seen)
             losses = pair_losses(logits, tokens[:, 1:])  # [B, n]
             learned = losses if bool(wanted.all()) else losses * wanted
         count = wanted.sum(1).to(levels[0].seen.dtype)
@@ -406,7 +446,7 @@ class TokenStream:
         self.updates += updates
         if self.meta is None:
             logits, losses = logits.detach(), losses.detach()
-        return Piece(logits, losses, state_detach(after) if self.cut else after), levels
+        return Piece(logits, losses, cache_tree(cache, constant=self.cut)), levels
 
     def _observe(self, segment: Segment) -> None:
         """Let the model see what its levels read; tokens that teach nothing are left out."""
@@ -439,7 +479,7 @@ def _own_run(model: Any) -> Run:
     def run(ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
         cache = cache_from(model, tree, seen)
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
-        return out.logits, cache_tree(out.past_key_values)
+        return out.logits, out.past_key_values
 
     return run
 
@@ -489,17 +529,19 @@ def cache_from(model: nn.Module, tree: Any, seen: int) -> Any:
     return cache
 
 
-def cache_tree(cache: Any) -> Any:
-    """The tensors of a cache: one tree per layer."""
+def cache_tree(cache: Any, *, constant: bool = False) -> Any:
+    """The tensors of a cache, one tree per layer; with `constant` no gradient goes into them."""
     states = getattr(cache, "states", None)
     if states is not None:
-        return states
+        return state_detach(states) if constant else states
     layers = getattr(cache, "layers", None)
     if not layers or not all(hasattr(layer, "keys") for layer in layers):
         raise TypeError(
             f"{type(cache).__name__}: only caches of keys and values, and the memory states of"
             " nestling's own models, can be carried along"
         )
+    if constant:
+        return tuple((layer.keys.detach(), layer.values.detach()) for layer in layers)
     return tuple((layer.keys, layer.values) for layer in layers)
 
 

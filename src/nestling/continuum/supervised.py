@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nestling.continuum.engine import Engine, Rate, Segment
-from nestling.continuum.reading import Reading
-from nestling.continuum.state import ContinuumState, LevelState, Output
+from nestling.continuum.engine import Engine, LevelState, Rate, Segment
+from nestling.continuum.fast import Reading
+from nestling.continuum.stream import ContinuumState, Output
 from nestling.levels import LevelUpdate
 
 __all__ = ["Loss", "PairStream"]

@@ -27,7 +27,7 @@ from nestling.memories.core import (
 )
 from nestling.norm import unit
 from nestling.scan import BACKENDS, scan
-from nestling.scan.checks import one_of
+from nestling.scan.backends import one_of
 from nestling.tree import state_start
 
 __all__ = [

@@ -25,7 +25,7 @@ from nestling.memories.core import (
 from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
-from nestling.scan.checks import one_of
+from nestling.scan.backends import one_of
 from nestling.scan.self_modifying import SELF_BACKENDS, scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 from nestling.scan.self_modifying.segment import project, recall

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nestling.continuum.state import ContinuumState
+from nestling.continuum.stream import ContinuumState
 from nestling.tree import batch_size, state_repeat, state_select, state_stack
 
 __all__ = ["Learned", "MemoryCache", "MemoryLayer", "position"]

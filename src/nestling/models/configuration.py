@@ -12,8 +12,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from nestling.continuum.engine import TRANSFERS
-from nestling.continuum.state import MemoryLevel
+from nestling.continuum.engine import TRANSFERS, MemoryLevel
 from nestling.levels import Level
 from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 

@@ -19,10 +19,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from nestling.continuum.assignment import own_slots, weight_of
+from nestling.continuum.assignment import own_slots
 from nestling.continuum.engine import Engine
-from nestling.continuum.state import ContinuumState
-from nestling.continuum.stream import Outer, TokenStream, begin
+from nestling.continuum.fast import weight_of
+from nestling.continuum.stream import ContinuumState, Outer, TokenStream, begin
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.memories.core import pack
@@ -232,7 +232,7 @@ class _Reader:
     def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
         cache = self.model.make_cache(tree, seen)
         x = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True, hooks=False)
-        return self.model.lm_head(x.last_hidden_state), cache.states
+        return self.model.lm_head(x.last_hidden_state), cache
 
     def _rates(self) -> list[Any]:
         """Every level's rate: a number, or what the model has learned it to be."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from nestling import files
-from nestling.continuum.fast import Factors
-from nestling.continuum.state import ContinuumState, LevelState, Pairs
+from nestling.continuum import ContinuumState, Factors, LevelState, Pairs
 from nestling.continuum.stream import begin
 from nestling.files import BrokenFileError, fingerprint
 from nestling.models.cache import Learned, MemoryCache, position

@@ -4,10 +4,10 @@ Three folders, each with its derivation: `delta` (matrix memories), `deep` (two-
 `self_modifying` (memories that make their own projections and gates).
 """
 
+from nestling.scan.backends import any_order
 from nestling.scan.checks import MomentumState
 from nestling.scan.deep import MLPState, mlp_naive, scan_mlp
 from nestling.scan.delta import BACKENDS, scan, scan_naive
-from nestling.scan.orders import any_order
 from nestling.scan.self_modifying import scan_self_modifying
 
 __all__ = [

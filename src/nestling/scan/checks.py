@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nestling.objectives import dot, l2
+from nestling.scan.backends import one_of
 
 __all__ = [
     "MomentumState",
@@ -23,7 +24,6 @@ __all__ = [
     "check_tensor",
     "compute_dtype",
     "is_l2",
-    "one_of",
 ]
 
 Rule = Literal["dgd", "gd"]
@@ -35,13 +35,6 @@ class MomentumState(NamedTuple):
 
     weight: Tensor  # [..., Do, Di]
     velocity: Tensor  # [..., Do, Di]
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Reject a word that is not among those allowed."""
-    if value not in allowed:
-        words = ", ".join(repr(word) for word in allowed)
-        raise ValueError(f"{name} must be one of {words}; got {value!r}")
 
 
 def is_l2(objective: object) -> bool:

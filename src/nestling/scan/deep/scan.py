@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.objectives import Objective, dot, l2
+from nestling.scan.backends import is_any_order
 from nestling.scan.checks import Read, Rule, compute_dtype, is_l2
 from nestling.scan.deep.chunk import (
     Chunk,
@@ -38,7 +39,6 @@ from nestling.scan.deep.naive import compose
 from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
 from nestling.scan.opaque import opaque
-from nestling.scan.orders import is_any_order
 
 __all__ = ["scan_mlp"]
 

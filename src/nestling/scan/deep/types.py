@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from nestling.objectives import Objective
-from nestling.scan.checks import check_chunk, check_range, check_tensor, is_l2, one_of
+from nestling.scan.backends import one_of
+from nestling.scan.checks import check_chunk, check_range, check_tensor, is_l2
 
 __all__ = ["MLPState", "Sigma", "check_mlp", "gelu", "silu", "with_starts"]
 

@@ -8,13 +8,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from nestling.scan.backends import INSTALLED, MISSING_TRITON
+from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
 from nestling.scan.checks import MomentumState, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.naive import run_naive
 from nestling.scan.delta.op import scan_chunk
-from nestling.scan.orders import is_any_order
 
 __all__ = ["BACKENDS", "choose", "scan"]
 

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from nestling.norm import unit
-from nestling.scan.backends import INSTALLED, MISSING_TRITON
-from nestling.scan.checks import one_of
+from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
 from nestling.scan.delta.op import scan_chunk
 from nestling.scan.opaque import opaque
-from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying.kernel import (
     Run,
     cut,

@@ -16,8 +16,8 @@ from torch.nn.functional import pad, silu
 from torch.utils.checkpoint import checkpoint
 
 from nestling.norm import unit
+from nestling.scan.backends import is_any_order
 from nestling.scan.deep.stack import learn_chunk
-from nestling.scan.orders import is_any_order
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, whole
 
 __all__ = ["project", "recall", "scan_segments"]
