@@ -19,6 +19,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS = {
     "demo": "train Hope and a Transformer, compare them on unseen text, write a report",
     "train": "train a model from a recipe; run the same command again to go on",
+    "tune": "search the settings of a recipe under a budget",
     "generate": "let a model write",
     "learn": "let a pretrained model learn texts into a memory; goes on where it was",
     "eval": "perplexity on a file, loss against position",
