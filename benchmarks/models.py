@@ -8,6 +8,8 @@
     python benchmarks/models.py --decode               tokens/s from position 1K to 100K
     python benchmarks/models.py --parts                time of each part of both models, T=2048 B=1
     python benchmarks/models.py --profile hope         the operators of a training step
+    python benchmarks/models.py --loaded ...           one thread, processor time: a busy machine
+    python benchmarks/models.py --options '{"projections": {"steering": 8}}' ...   another Hope
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
 loss and backward. Both arms keep freed memory (`nestling.host.keep_memory`), except for --memory.
@@ -17,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from common import in_fresh_process, interleaved, peak_mb, verdict
@@ -28,12 +32,17 @@ from nestling.models import MemoryCache, NestlingForCausalLM, presets
 
 SIZE = presets.Size(width=256, layers=4, heads=4, vocabulary=512, parameters=3_300_000)
 BASELINE = "transformer"
+OPTIONS: dict[str, Any] = {}  # of the mixer of all arms but the baseline, from --options
+CLOCK = time.perf_counter
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # bytes from which a block is mapped by itself
 
 
 def model_of(name: str, *, recompute: bool = False) -> NestlingForCausalLM:
     torch.manual_seed(0)
-    model = NestlingForCausalLM(presets.configure(SIZE, name, use_cache=False)).train()
+    fields: dict[str, Any] = {"use_cache": False}
+    if OPTIONS and name != BASELINE:
+        fields["mixer_options"] = {presets.MODELS[name]["mixer"]: OPTIONS}
+    model = NestlingForCausalLM(presets.configure(SIZE, name, **fields)).train()
     if recompute:
         model.gradient_checkpointing_enable()
     return model
@@ -65,14 +74,14 @@ def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> boo
     models = {arm: model_of(arm) for arm in (name, BASELINE)}
     for arm, model in models.items():
         print(f"{arm}: {model.num_parameters():,} parameters")
-    for batch, tokens, target in ((4, 2048, 0.5), (1, 8192, 1.0)):
+    for batch, tokens, target in ((4, 2048, 1.0), (1, 8192, 2.0)):
         if tokens not in lengths:
             continue
         arms = {
             arm: training_step(model, batch, tokens, compiled=compiled)
             for arm, model in models.items()
         }
-        seconds = interleaved(arms, repeats=repeats, warmup=1)
+        seconds = interleaved(arms, repeats=repeats, warmup=1, clock=CLOCK)
         speed = {arm: batch * tokens / s for arm, s in seconds.items()}
         print(", ".join(f"{arm} {rate:,.0f} tokens/s" for arm, rate in speed.items()))
         how = "compiled" if compiled else "eager"
@@ -89,7 +98,7 @@ def flat(name: str, *, compiled: bool, repeats: int) -> bool:
         str(tokens): training_step(model, 1, tokens, compiled=compiled)
         for tokens in (2048, 8192, 32768)
     }
-    seconds = interleaved(steps, repeats=repeats, warmup=1)
+    seconds = interleaved(steps, repeats=repeats, warmup=1, clock=CLOCK)
     cost = {tokens: took / int(tokens) for tokens, took in seconds.items()}
     for tokens, each in cost.items():
         print(f"{name} T={tokens}: {1 / each:,.0f} tokens/s (with recomputation)")
@@ -144,13 +153,14 @@ def decode(name: str, *, steps: int = 8) -> bool:
                 ids = torch.randint(SIZE.vocabulary, (1, piece))
                 model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             arms[f"{arm} at position {position:,}"] = _decoding(model, deepcopy(cache), steps)
-    speed = {at: steps / seconds for at, seconds in interleaved(arms, repeats=9).items()}
+    found = interleaved(arms, repeats=9, clock=CLOCK)
+    speed = {at: steps / seconds for at, seconds in found.items()}
     for at, tokens in speed.items():
         print(f"{at}: {tokens:,.0f} tokens/s")
     far, near = speed[f"{name} at position 102,400"], speed[f"{name} at position 1,024"]
     met = verdict(f"{name} decode at 100K against 1K", far / near, 0.9, at_most=False)
     ratio = speed[f"{name} at position 8,192"] / speed[f"{BASELINE} at position 8,192"]
-    return verdict(f"{name} decode against KV cache at 8K", ratio, 1.0, at_most=False) and met
+    return verdict(f"{name} decode against KV cache at 8K", ratio, 3.0, at_most=False) and met
 
 
 def _decoding(model: NestlingForCausalLM, cache: MemoryCache, steps: int) -> Callable[[], None]:
@@ -178,7 +188,7 @@ def parts(name: str, batch: int = 1, tokens: int = 2048) -> None:
         arms[f"{arm} layer"] = _step(lambda part=layer: part(x)[0].sum())
     arms["norm"] = _step(lambda part=layer.norm: part(x).sum())
     arms["head and loss"] = _step(lambda: model.loss_function(model.lm_head(x), ids, 512))
-    for part, seconds in interleaved(arms, repeats=3, warmup=1).items():
+    for part, seconds in interleaved(arms, repeats=3, warmup=1, clock=CLOCK).items():
         print(f"{part:<24} {seconds * 1e3:8.1f} ms")
 
 
@@ -205,13 +215,18 @@ def main() -> int:
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--model", default="hope", choices=sorted(presets.MODELS))
+    parser.add_argument("--options", type=json.loads, default={}, help="of the mixer, as JSON")
+    parser.add_argument("--loaded", action="store_true", help="one thread, processor time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192], help="of --train")
     parser.add_argument("--profile", metavar="MODEL")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    global CLOCK
+    OPTIONS.update(options.options)
+    torch.set_num_threads(1 if options.loaded else 2)
+    CLOCK = time.process_time if options.loaded else time.perf_counter
     torch.set_flush_denormal(True)
     if options.peak:
         peak(*options.peak)

@@ -37,6 +37,9 @@ MEMORIES = {
     "self-modifying, steered": lambda: m.SelfModifying(_self(steering=3)),
     "self-modifying, steered rates": lambda: m.SelfModifying(_self(steering=3, adaptive=("eta",))),
     "self-modifying, a head that adds": lambda: m.SelfModifying(_self(adding=1, negative=True)),
+    "titans, features": lambda: m.Titans(
+        m.TitansConfig(**SIZES, chunk=4, expansion=2, momentum=False, features=True)
+    ),
     "titans without momentum": lambda: m.Titans(m.TitansConfig(**SIZES, chunk=4, momentum=False)),
     "self-modifying, tied": lambda: m.SelfModifying(_self(retention={"tied": True})),
     "self-modifying, gates that shut": lambda: m.SelfModifying(

@@ -2,15 +2,25 @@
 
 It is the first stage of the self-modifying memory: `k, v, q, eta, alpha` are linear in the tokens,
 and the memory learns `k -> v` by gradient descent on the L2 objective, with momentum.
+
+**Features.** Two layers that learn at once wait for each other, chunk after chunk. Where only the
+last one learns in context, the first makes features `phi(x) = unit(silu(Theta x))` and learning is
+
+    W <- W (alpha I - eta phi(k) phi(k)^T) + eta v phi(k)^T,    y = W phi(q):
+
+the gated delta rule, for which the matrix scan has kernels everywhere. Theta is trained, as all
+projections are; nothing is taken at a chunk's start, so chunks change speed only.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from nestling.memories.core import (
     Memory,
@@ -36,9 +46,11 @@ from nestling.memories.self_modifying import (
     where_heads,
 )
 from nestling.norm import unit
-from nestling.objectives import l2
+from nestling.objectives import dot, l2
+from nestling.scan import scan
 from nestling.scan.deep import MLPState, scan_mlp
 from nestling.scan.self_modifying import Inputs, SelfRule, Weights, scan_self_modifying
+from nestling.scan.self_modifying.rule import Gates
 from nestling.scan.self_modifying.segment import recall
 
 __all__ = ["Titans", "TitansConfig"]
@@ -51,6 +63,8 @@ class TitansConfig:
     expansion: the hidden width in head widths.
     chunk: tokens between two moments at which errors are taken (Eq. 90).
     momentum: a gate theta carries writes on (deviation 18).
+    features: only the last layer learns in context, by the delta rule on what the first makes of
+        the keys; several times as quick, and without momentum.
     rates, retention: as for self-modifying memories.
     clip: bound on the error signal of every layer (deviation 8).
     conv, conv_each: taps of the causal convolution, and whether each projection has its own.
@@ -63,6 +77,7 @@ class TitansConfig:
     expansion: int = 1
     chunk: int = 64
     momentum: bool = True
+    features: bool = False
     rates: Rates = field(default_factory=Rates)
     retention: Retention = field(default_factory=Retention)
     clip: float = 1.0
@@ -75,16 +90,20 @@ class TitansConfig:
         check_sizes(self.width, self.heads, self.conv)
         whole_number("expansion", self.expansion)
         whole_number("chunk", self.chunk)
+        if self.features and self.momentum:
+            raise ValueError(
+                "features=True learns by the delta rule, without momentum: it needs momentum=False"
+            )
         _ = self.rule  # (making the rule checks the rest)
 
     @property
     def rule(self) -> SelfRule:
-        """The rule by which the memory learns: stage 1 (Eq. 76-78)."""
+        """The rule by which the memory learns: stage 1 (Eq. 76-78), or the delta rule."""
         return SelfRule(
             adaptive=(),
-            objective=l2,
+            objective=dot if self.features else l2,
             own_values=False,
-            erase=False,
+            erase=self.features,
             rate_max=self.rates.most,
             shut=self.rates.shut,
             retain_max=self.retention.most,
@@ -116,6 +135,8 @@ class Titans(Memory):
         with torch.no_grad():
             start_gates(self.readout, self.bias, self.theta, self.config)
             start_memories(self.first, self.second)
+            if self.config.features:  # keys are units: this spreads what goes into silu
+                self.first.mul_(math.sqrt(self.first.shape[-1]))
 
     def init(
         self,
@@ -124,12 +145,12 @@ class Titans(Memory):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> SelfModifyingState:
-        """The trained initial memory for every sequence, position 0."""
+        """The trained initial memory for every sequence, position 0: both layers, or the one that
+        learns."""
         device = self.first.device if device is None else torch.device(device)
         dtype = self.first.dtype if dtype is None else dtype
-        weights, start = start_weights(
-            self.first, self.second, self.config.momentum, batch_size, device, dtype
-        )
+        layers = (self.second, None) if self.config.features else (self.first, self.second)
+        weights, start = start_weights(*layers, self.config.momentum, batch_size, device, dtype)
         tail = self.shell.init(batch_size, device, dtype)
         return SelfModifyingState(at_start(batch_size, device), tail, weights, start)
 
@@ -141,7 +162,9 @@ class Titans(Memory):
         opened = self.shell.open(x, state.tail, valid)
         inputs = self._inputs(opened, valid)
         weights, start = fold(state.weights), fold(state.start)
-        if position is None or valid is not None:
+        if self.config.features:
+            y, weights, start = self._scan_features(inputs, weights)
+        elif position is None or valid is not None:
             where = where_heads(state.position, position, self.config.heads)
             y, weights, start = scan_self_modifying(self.rule, inputs, weights, start, where)
         else:
@@ -154,12 +177,18 @@ class Titans(Memory):
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
         """What the memory says to each token now (Eq. 78)."""
         opened = self.shell.ask(x, state.tail)
-        y = recall(fold(state.weights), None, unit(opened.parts[3]).flatten(0, 1))
+        q = unit(opened.parts[3])
+        if self.config.features:
+            y = (self._phi(q) @ state.weights.first[:, :, 0].mT).flatten(0, 1)
+        else:
+            y = recall(fold(state.weights), None, q.flatten(0, 1))
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
 
     def bound(self) -> Tensor:
-        """The largest norm any row of the weights can ever have, [2]; see `largest_row`."""
-        rows = [w.detach().norm(dim=-1).max() for w in (self.first, self.second)]
+        """The largest norm any row of the weights that learn can ever have, [layers]; see
+        `largest_row`."""
+        layers = (self.second,) if self.config.features else (self.first, self.second)
+        rows = [w.detach().norm(dim=-1).max() for w in layers]
         return torch.stack(rows).clamp_min(largest_row(self.rule, self.config.momentum, False))
 
     def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
@@ -173,6 +202,30 @@ class Titans(Memory):
         readout, bias = for_all(self.readout, batch, x), for_all(self.bias, batch, x)
         return Inputs(x, readout, bias, k, v, q, theta=theta, valid=valid)
 
+    def _phi(self, x: Tensor) -> Tensor:
+        """Features of keys or queries: [B, H, T, d] -> [B, H, T, F]."""
+        return unit(silu(x @ self.first[:, 0].to(x.dtype).mT))
+
+    def _scan_features(self, inputs: Inputs, weights: Weights) -> tuple[Tensor, Weights, Weights]:
+        """The matrix scan on features."""
+        k, v, q = inputs.k, inputs.v, inputs.q
+        if k is None or v is None or q is None:
+            raise AssertionError("unreachable: Titans has static projections")
+        gates = self._gates(inputs)
+        k, q = (
+            self._phi(part.unflatten(0, (-1, self.config.heads))).flatten(0, 1) for part in (k, q)
+        )
+        y, weight = scan(
+            weights.first[:, 0], k, v, gates.rate, gates.log_retain.exp(), q,
+            read="before", chunk=self.config.chunk, recompute=self.config.recompute, check=False,
+        )  # fmt: skip
+        after = Weights(weight.unsqueeze(1))
+        return y, after, after
+
+    def _gates(self, inputs: Inputs) -> Gates:
+        raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1)  # [b, T, 2]
+        return self.rule.gates(raw, inputs.valid)
+
     def _scan(
         self, inputs: Inputs, weights: Weights, start: Weights, position: int
     ) -> tuple[Tensor, Weights, Weights]:
@@ -180,8 +233,7 @@ class Titans(Memory):
         k, v, q = inputs.k, inputs.v, inputs.q
         if k is None or v is None:
             raise AssertionError("unreachable: Titans has static projections")
-        raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1)  # [b, T, 2]
-        gates = self.rule.gates(raw)
+        gates = self._gates(inputs)
         inside = position % self.config.chunk != 0
         moved = (None, None) if weights.moved is None else weights.moved
         state = MLPState(
