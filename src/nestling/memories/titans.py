@@ -149,8 +149,11 @@ class Titans(Memory):
         learns."""
         device = self.first.device if device is None else torch.device(device)
         dtype = self.first.dtype if dtype is None else dtype
-        layers = (self.second, None) if self.config.features else (self.first, self.second)
-        weights, start = start_weights(*layers, self.config.momentum, batch_size, device, dtype)
+        first: Tensor = self.second if self.config.features else self.first
+        second = None if self.config.features else self.second
+        weights, start = start_weights(
+            first, second, self.config.momentum, batch_size, device, dtype
+        )
         tail = self.shell.init(batch_size, device, dtype)
         return SelfModifyingState(at_start(batch_size, device), tail, weights, start)
 
