@@ -177,7 +177,7 @@ ARMS = {
         ({"replay": 2, "last": 10}, {"replay": 4, "last": 10}, {"replay": 2}),
     ),
 }
-"""Each with four rates and three variants, from trials on texts that are in no table."""
+"""Each with four rates and three variants, fixed before the first run."""
 
 
 def text_of(task: str, seed: int, data: Path) -> str:
@@ -317,8 +317,8 @@ def reached(before: Run, points: Sequence[Run], name: str, level: float) -> floa
 LIMITS = (
     "One base model of 135M parameters; texts of some 300 tokens, four passes.",
     "Old text is the model's own: no loss on it can be lower on average than the model's as it is.",
-    "The rates and variants of all arms come from trials on other texts, of which those of dynamic"
-    " evaluation and ours were the most.",
+    "Rates and variants of the other arms surround those of the earlier frontier on this model"
+    " (adapt_smollm2.md); ours come from a few trials on texts that are in no table.",
 )
 
 Texts = dict[tuple[str, int], Run]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import tiny
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import nestling
 from nestling.adaptation import DriftWarning, Limits
@@ -56,6 +57,20 @@ def test_the_defaults_are_small_and_teach():
     assert 0 < kept <= 0.02 * whole
     assert "loss on the text" in str(report)
     assert "on the model's own text" in str(report)
+
+
+def test_a_saved_memory_takes_two_percent_of_the_model(tmp_path):
+    """All files of the folder, after more texts than can be undone."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096}
+    config = LlamaConfig(num_hidden_layers=4, num_attention_heads=4, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    learner = nestling.adapt(model)
+    for seed in range(3):
+        learner.learn(tokens(600, seed), name=str(seed), passes=1)
+    learner.save(tmp_path / "memory")
+    kept = sum(path.stat().st_size for path in (tmp_path / "memory").iterdir())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert 0.005 * whole < kept <= 0.02 * whole
 
 
 def test_a_sample_of_the_models_own_is_the_same_every_time():

@@ -137,6 +137,25 @@ def test_eval_with_a_memory(model, text, tmp_path, capsys):
     assert f"without the memory: loss {plain:.4f}" in said
 
 
+def test_eval_asks_for_the_facts_of_a_file(model, tmp_path, capsys):
+    path = tmp_path / "facts.txt"
+    path.write_text("The baker of the valley is called Anselm. He was born in Mor in 1812. " * 8)
+    memory = str(tmp_path / "memory")
+    main(["learn", model, "--from", str(path), *LEVELS, "--memory", memory])
+    said = capsys.readouterr()
+    assert "the model writes a sample of its own" in said.err
+    assert main(["eval", model, str(path), "--memory", memory, "--facts", "--limit", "6"]) == 0
+    said = capsys.readouterr().out
+    right, asked = (int(said.split("facts: ")[1].split()[place]) for place in (0, 2))
+    plain = int(said.split("without the memory: ")[2].split()[0])
+    assert 0 <= plain < right <= asked <= 6
+    assert main(["eval", model, "--tasks", "x", "--facts"]) == 2
+    assert "--facts asks about a file" in capsys.readouterr().err
+    path.write_text("nothing here.")
+    assert main(["eval", model, str(path), "--facts"]) == 2
+    assert "no names, dates or numbers" in capsys.readouterr().err
+
+
 def test_running_again_continues_the_memory(model, text, tmp_path, capsys):
     memory, other = tmp_path / "memory", tmp_path / "other.txt"
     other.write_text(OTHER)

@@ -16,6 +16,7 @@ _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
   nestling eval runs/tiny/model book.txt --bins 12 --out loss.json
   nestling eval runs/tiny/model book.txt --memory mine            (after `nestling learn`)
+  nestling eval runs/tiny/model diary.txt --memory mine --facts   (names, dates, numbers: recalled?)
   nestling eval runs/tiny/model --tasks wikitext,lambada_openai       (needs nestling[eval])
   nestling eval runs/tiny/model --tasks mine --include my_tasks --limit 200
   nestling eval runs/tiny/model --suite ruler --lengths 1k,4k,16k --limit 20
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", help="folder of a model")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
+    made.add_argument("--facts", action="store_true", help="ask for the file's names and numbers")
     made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
     made.add_argument("--tokens", type=int, help="read at most this many tokens")
     made.add_argument("--tasks", help="lm-eval tasks, or tasks of the suite, separated by commas")
@@ -62,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--memory goes with a file or --tasks, not with --suite")
     if (arguments.file is None) == (arguments.tasks is None and arguments.suite is None):
         raise ValueError("give a file to read, or --tasks, or --suite")
+    if arguments.facts and arguments.file is None:
+        raise ValueError("--facts asks about a file; give one")
     if arguments.tasks is not None and not all(arguments.tasks.split(",")):
         raise ValueError(f"--tasks names tasks, separated by commas; got {arguments.tasks!r}")
     if arguments.tokens is not None and arguments.tokens < 2:
@@ -90,9 +94,8 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
     if not arguments.file.is_file():
         raise ValueError(f"{arguments.file}: no such file")
     model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    ids = tokenizer(
-        arguments.file.read_text(errors="replace"), add_special_tokens=False, verbose=False
-    ).input_ids
+    text = arguments.file.read_text(errors="replace")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
     result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)
     if not math.isfinite(result.loss):
@@ -100,11 +103,30 @@ def _file(arguments: argparse.Namespace) -> dict[str, object]:
     print(f"{result.tokens} tokens, loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
     for start, stop, loss in result.bins:
         print(f"  positions {start:>7}-{stop:<7} loss {loss:.4f}")
+    found: dict[str, object] = result._asdict()
+    if reader is not model:
+        plain = loss_by_position(model, ids[: arguments.tokens], bins=1)
+        print(f"without the memory: loss {plain.loss:.4f}, perplexity {plain.perplexity:.2f}")
+        found["without_memory"] = plain.loss
+    if arguments.facts:
+        found["facts"] = _facts(text, reader, model, tokenizer, arguments.limit)
+    return found
+
+
+def _facts(text: str, reader: Any, model: Any, tokenizer: Any, most: int | None) -> dict[str, Any]:
+    """Questions about the text's names, places, dates and numbers, with and without a memory."""
+    from nestling.evaluate.facts import likelihoods, make_questions, recall
+
+    questions = make_questions(text, most=most or 50)
+    if not questions:
+        raise ValueError("--facts: the file has no names, dates or numbers to ask for")
+    found = recall(questions, likelihoods(reader, tokenizer))
+    print(f"facts: {found.right} of {found.asked} recalled, a guess gives {found.asked / 4:.0f}")
     if reader is model:
-        return result._asdict()
-    plain = loss_by_position(model, ids[: arguments.tokens], bins=1)
-    print(f"without the memory: loss {plain.loss:.4f}, perplexity {plain.perplexity:.2f}")
-    return {**result._asdict(), "without_memory": plain.loss}
+        return found._asdict()
+    plain = recall(questions, likelihoods(model, tokenizer))
+    print(f"without the memory: {plain.right} of {plain.asked}")
+    return {**found._asdict(), "without_memory": plain.right}
 
 
 def _with_memory(memory: Path, model: Any, tokenizer: Any) -> Any:

@@ -150,12 +150,15 @@ def _learn_file(
 ) -> None:
     """Learn what is left of one file, saving as it goes, and say what it brought."""
     from nestling.adaptation.learner import SCORED, Report, passes_for
+    from nestling.adaptation.own_text import own_texts
 
     entry = plan[number]
     passes = arguments.passes or passes_for(len(ids))
     sample = ids[:SCORED]
     if entry["tokens"] == 0 and entry["pass"] == 1:
         if len(ids) > 1:
+            if own_texts.drawn(learner.model) is None:
+                _say("the model writes a sample of its own, by which forgetting is measured")
             entry["before"] = [learner.score(sample), learner.own_loss()]
         learner.begin_text(entry["name"])
     else:
