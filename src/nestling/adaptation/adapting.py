@@ -44,6 +44,9 @@ BUDGET = 4e-5
 SHARE, MOST = 0.02, 32
 """A memory takes at most this share of the base model's bytes, and this rank, unless asked to."""
 
+FACTORS = 0.9
+"""Of that share for the factors; the rest is for samples of texts, history and descriptions."""
+
 
 def adapt(
     model: PreTrainedModel | nn.Module,
@@ -236,7 +239,7 @@ def _affordable(model: Any, slots: Sequence[Slot], levels: int) -> int:
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     sides = sum(sum(weight_of(model, slot.name)[0].shape) for slot in slots)
     copies = levels * (1 + UNDO / 2)  # float32, and half precision
-    return max(min(int(SHARE * size / (4 * sides * copies)), MOST), 1)
+    return max(min(int(FACTORS * SHARE * size / (4 * sides * copies)), MOST), 1)
 
 
 def _usual_rates(chunks: list[int | float], names: list[str], *, moves: bool) -> list[float]:
