@@ -6,7 +6,7 @@ BENCHMARKS ?= benchmarks/scan.py benchmarks/optim.py benchmarks/models.py
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help test demo check bench docs site clean
+.PHONY: help test demo check bench docs site bill hashes clean
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
@@ -36,6 +36,12 @@ docs: .venv/.ready  ## Generate docs/equations.md
 
 site: .venv/.ready  ## Build the documentation site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+bill: .venv/.ready  ## Print what is installed, as CycloneDX JSON
+	@$(BIN)/nestling doctor --bill
+
+hashes: .venv/.ready  ## Ask the package index for the hashes of all pins: hashes.txt
+	$(BIN)/python .ci/hashes.py --write $(if $(PIP_FIND_LINKS),--wheels $(PIP_FIND_LINKS))
 
 clean:  ## Remove the environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

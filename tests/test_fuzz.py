@@ -26,15 +26,18 @@ def readers():
     return fuzz.readers()
 
 
-NAMES = "tree state memory checkpoint packed llama2c tokenizer gguf model".split()
+NAMES = "tree state memory checkpoint packed study llama2c tokenizer gguf model".split()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_and_crafted_files_are_refused(name, readers, tmp_path):
     assert sorted(readers) == sorted(NAMES)
-    ends, failures = fuzz.run(readers[name], 40, 1, tmp_path)
-    assert not failures, failures
-    assert ends["refused"]
+    with fuzz.silent():
+        counts = fuzz.run(readers[name], 20, 20, 1, tmp_path)
+    assert not counts.failures, counts.failures
+    assert counts.ends["random: refused"]
+    assert counts.ends["crafted: refused"]
+    assert counts.megabytes <= fuzz.MEGABYTES
 
 
 @settings(max_examples=150)

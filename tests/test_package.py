@@ -110,3 +110,11 @@ def test_public_names_have_types(tmp_path):
     assert "nestling.models.modeling.NestlingForCausalLM" in model
     assert "nestling.description" in describe
     assert chunk != "Any"
+
+
+def test_every_pin_has_hashes():
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci" / "hashes.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.fullmatch(r"\d+ pins, \d+ hashes, 0 wrong\n", done.stdout)

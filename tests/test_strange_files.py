@@ -20,6 +20,7 @@ from nestling.files import (
     BusyError,
     TensorFile,
     check_state,
+    expect,
     fingerprint,
     load_state,
     load_tree,
@@ -153,23 +154,42 @@ def test_the_format_is_safetensors_both_ways(tmp_path):
             ours.read("gone")
 
 
-def test_the_first_format_is_still_read(tmp_path):
-    data = safetensors.torch.save(TENSORS)
-    (tmp_path / "m-1.safetensors").write_bytes(data)
-    named = {
-        "format": 1,
-        "file": "m-1.safetensors",
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    check = hashlib.sha256(json.dumps([named, {"n": 1}]).encode()).hexdigest()
-    text = json.dumps(named | {"meta": {"n": 1}, "check": check}, indent=1) + "\n"
-    (tmp_path / "m.json").write_text(text)
-    tensors, meta = load_tree(tmp_path, "m")
-    assert meta == {"n": 1}
-    assert torch.equal(tensors["w"], TENSORS["w"])
-    save_tree(tmp_path, "m", TENSORS, {"n": 2})
-    assert not (tmp_path / "m-1.safetensors").exists()
+@pytest.mark.parametrize("form", [1, 3, True, "2", None, [2]])
+def test_another_format_is_named(tmp_path, form):
+    save_tree(tmp_path, "m", TENSORS, None)
+    manifest(tmp_path, format=form)
+    with pytest.raises(BrokenFileError, match=r"m\.json: the format: .* is not one of 2"):
+        load_tree(tmp_path, "m")
+
+
+@pytest.mark.parametrize(
+    ("found", "form"),
+    [
+        ({"a": 1}, {"a": int, "b": int}),
+        ({"a": 1, "b": 2, "c": 3}, {"a": int, "b": int}),
+        ([1], {"a": int}),
+        (True, int),
+        (-1, int),
+        (1 << 63, int),
+        (1.0, int),
+        ("1", int),
+        (None, str),
+        ([1, "2"], [int]),
+        ({}, [int]),
+        ("c", {"a", "b"}),
+        (True, {1, 2}),
+        ([], {"a"}),
+        ({"a": {"b": [1, -1]}}, {"a": {"b": [int]}}),
+    ],
+)
+def test_a_value_of_another_form_is_refused(found, form):
+    with pytest.raises(BrokenFileError, match=r"^here: "):
+        expect(found, form, "here")
+
+
+def test_a_value_of_its_form_is_given_back():
+    found = {"a": [0, 1 << 62], "b": {"c": "x", "d": None}, "e": 2}
+    assert expect(found, {"a": [int], "b": {"c": str, "d": object}, "e": {1, 2}}, "here") is found
 
 
 def test_a_manifest_names_files_of_its_folder_only(tmp_path):

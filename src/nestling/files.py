@@ -22,10 +22,9 @@ import os
 import socket
 import stat
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -45,7 +44,9 @@ __all__ = [
     "Manifest",
     "Part",
     "TensorFile",
+    "check_finite",
     "check_state",
+    "expect",
     "fingerprint",
     "load_state",
     "load_tree",
@@ -63,7 +64,7 @@ __all__ = [
     "write_tensors",
 ]
 
-FORMAT = 2  # of the manifest; 1 named a single file
+FORMAT = 2  # of the manifest
 VERSION = 2  # of saved states; 1 had a form of its own for each kind
 JSON_LIMIT = 64 << 20  # bytes of a manifest
 TENSOR_LIMIT = 1 << 40  # bytes of one file of tensors, unless the caller knows better
@@ -109,10 +110,45 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> tuple[Any, bytes]:
     """The value in a JSON file of at most `limit` bytes, and the bytes it was read from."""
     with open_regular(path, limit) as file:
         text = file.read(limit + 1)
+    return _parsed(text, path), text
+
+
+def _parsed(text: bytes, where: object) -> Any:
     try:
-        return json.loads(text), text
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BrokenFileError(f"{path}: not a JSON file: {error}") from error
+        raise BrokenFileError(f"{where}: not a JSON file: {error}") from error
+
+
+def expect(found: Any, form: Any, where: object) -> Any:
+    """The value, if it has this form; a BrokenFileError that says `where` it has not.
+
+    A form is a type (`int` means a whole number from 0 to 2**62, `object` anything), a set of
+    values, `[form]` for a list of such, or a dict of forms for a dict of just these keys.
+    """
+    if isinstance(form, dict):
+        if not isinstance(found, dict) or found.keys() != form.keys():
+            raise BrokenFileError(f"{where}: expected the keys {', '.join(sorted(form))}")
+        for key, part in form.items():
+            expect(found[key], part, f"{where}: {key}")
+    elif isinstance(form, list):
+        for part in expect(found, list, where):
+            expect(part, form[0], where)
+    elif isinstance(form, set):
+        if not isinstance(found, int | str) or isinstance(found, bool) or found not in form:
+            known = ", ".join(map(str, sorted(form)))
+            raise BrokenFileError(f"{where}: {str(found)[:40]!r} is not one of {known}")
+    elif not isinstance(found, form) or (
+        form is int and (isinstance(found, bool) or not 0 <= found <= 1 << 62)
+    ):
+        raise BrokenFileError(f"{where}: expected {form.__name__}, got {str(found)[:40]!r}")
+    return found
+
+
+def check_finite(tensor: Tensor, what: object) -> None:
+    """Refuse numbers that are none."""
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        raise BrokenFileError(f"{what} holds a number that is not finite")
 
 
 # Writing
@@ -132,41 +168,41 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     The file can be read by its owner only (mode 0600).
     """
-    with _atomic(path.parent, f".{path.name}.") as (file, finish):
+    with _atomic(path.parent, path.name) as (file, finish):
         file.write(data)
         finish(path)
 
 
 @contextlib.contextmanager
-def _atomic(folder: Path, prefix: str) -> Iterator[tuple[IO[bytes], Any]]:
-    """A temporary file in a folder, and the function that makes it durable under its name."""
+def _atomic(folder: Path, name: str) -> Iterator[tuple[IO[bytes], Callable[[Path], None]]]:
+    """A file to write to, and the function that makes it durable under its name.
+
+    It is `FOLDER/.NAME.tmp`: whoever writes that name next takes over what a killed process left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=".tmp")  # mode 0600
-    try:
-        with os.fdopen(handle, "wb") as file:
+    building = str(folder / f".{name}.tmp")
+    with os.fdopen(_claim(building, 120.0), "wb") as file:
+        try:
 
             def finish(path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(name, path)
+                os.replace(building, path)
 
+            os.ftruncate(file.fileno(), 0)
             yield file, finish
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(building)
+            raise
     sync_folder(folder)
 
 
 # Locks
 
 
-class _Held(NamedTuple):
-    thread: Any  # an RLock: one thread at a time, and again inside
-    depth: list[int]
-
-
-_HELD: dict[str, _Held] = {}
+_HELD: dict[str, threading.RLock] = {}  # one thread at a time, and that one again inside
+_DEPTH: dict[str, int] = {}
 _GUARD = threading.Lock()
 
 
@@ -182,50 +218,60 @@ def locked(folder: Path, *, wait: float = 0.0, name: str = ".lock") -> Iterator[
     folder.mkdir(parents=True, exist_ok=True)
     path = str(folder.resolve() / name)
     with _GUARD:
-        held = _HELD.setdefault(path, _Held(threading.RLock(), [0]))
-    if not held.thread.acquire(timeout=max(wait, 0.0)):
+        held = _HELD.setdefault(path, threading.RLock())
+    if not held.acquire(timeout=max(wait, 0.0)):
         raise BusyError(errno.EBUSY, f"{folder} is in use by another thread of this process")
+    depth, handle = _DEPTH.get(path, 0), None
     try:
-        if held.depth[0] or fcntl is None:
-            held.depth[0] += 1
-            try:
-                yield
-            finally:
-                held.depth[0] -= 1
-            return
-        handle = _flock(folder, path, wait)
-        held.depth[0] = 1
-        try:
-            yield
-        finally:
-            held.depth[0] = 0
+        if depth == 0 and fcntl is not None:
+            handle = _flock(folder, path, wait)
+        _DEPTH[path] = depth + 1
+        yield
+    finally:
+        _DEPTH[path] = depth
+        if handle is not None:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # while it is held: whoever opened it finds it gone, and retries
             os.close(handle)
-    finally:
-        held.thread.release()
+        held.release()
 
 
 def _flock(folder: Path, path: str, wait: float) -> int:
+    try:
+        handle = _claim(path, wait)
+    except BlockingIOError:
+        holder = ""
+        with contextlib.suppress(OSError):
+            holder = Path(path).read_bytes()[:400].decode(errors="replace")
+        raise BusyError(
+            errno.EBUSY,
+            f"{folder} is in use by {holder or 'another process'}; wait for it or end it",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, _own_name().encode(), 0)
+    return handle
+
+
+def _claim(path: str, wait: float) -> int:
+    """Open a file, made if it is not there, that this process alone holds; mode 0600."""
     deadline = time.monotonic() + wait
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(handle).st_ino:
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, _own_name().encode(), 0)
+                if os.stat(path).st_ino == os.fstat(handle).st_ino:  # and nobody renamed it
                     return handle
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                holder = os.pread(handle, 400, 0).decode(errors="replace") or "another process"
                 os.close(handle)
-                raise BusyError(
-                    errno.EBUSY, f"{folder} is in use by {holder}; wait for it or end it"
-                ) from None
+                raise
             time.sleep(0.005)
         os.close(handle)
+
+
+_OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 def _own_name() -> str:
@@ -272,10 +318,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> Part:
+def write_tensors(
+    folder: Path,
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    about_to: Callable[[str], None] = lambda name: None,
+) -> Part:
     """Write a safetensors file `STEM-<digest>.safetensors`, one tensor at a time.
 
-    Memory grows by one tensor at most (none for contiguous ones on the CPU).
+    Memory grows by one tensor at most (none for contiguous ones on the CPU). `about_to(name)` is
+    called before the file gets its name.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
@@ -290,11 +342,12 @@ def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> Par
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with _atomic(folder, f".{stem}-") as (file, finish):
+    with _atomic(folder, stem) as (file, finish):
         for block in _blocks(text, (tensors[name] for name in order)):
             digest.update(block)
             file.write(block)
         name = f"{stem}-{digest.hexdigest()[:16]}.safetensors"
+        about_to(name)
         finish(folder / name)
     return Part(name, 8 + len(text) + end, digest.hexdigest())
 
@@ -394,53 +447,35 @@ class TensorFile:
 
     def _header(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
         """Every tensor's type, shape and place, after checking that the file holds just these."""
+        where = f"{self.path}: not a safetensors file"
         length = int.from_bytes(self._file.read(8), "little")
         if self.size < 8 or length > min(JSON_LIMIT, self.size - 8):
-            raise self._broken(f"a header of {length} bytes in a file of {self.size}")
-        try:
-            header = json.loads(self._file.read(length))
-        except (ValueError, RecursionError) as error:
-            raise self._broken(f"its header is not JSON: {error}") from error
-        if not isinstance(header, dict):
-            raise self._broken("its header is not a table of tensors")
+            raise BrokenFileError(f"{where}: a header of {length} bytes in a file of {self.size}")
+        header = expect(_parsed(self._file.read(length), where), dict, where)
         header.pop("__metadata__", None)
-        found: list[tuple[int, int, str, torch.dtype, tuple[int, ...]]] = []
         for name, entry in header.items():
-            dtype, shape, (start, end) = self._checked(name, entry)
-            if end - start != math.prod(shape) * dtype.itemsize:
-                raise self._broken(f"{name} of shape {list(shape)} in {end - start} bytes")
-            found.append((start, end, name, dtype, shape))
-        place = 0
-        for start, end, name, _, _ in sorted(found, key=lambda each: each[:2]):
-            if start != place:
-                raise self._broken(f"{name} starts at {start}, not at {place}")
-            place = end
-        if 8 + length + place != self.size:
-            raise self._broken(f"its tensors end at {8 + length + place} of {self.size} bytes")
-        data = 8 + length
-        return {name: (dtype, shape, data + start) for start, _, name, dtype, shape in found}
-
-    def _checked(self, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
-        if not isinstance(entry, dict):
-            raise self._broken(f"{name} is not described")
-        code: Any = entry.get("dtype")
-        shape: Any = entry.get("shape")
-        offsets: Any = entry.get("data_offsets")
-        if not isinstance(code, str) or code not in _DTYPES:
-            raise self._broken(f"{name} has the unknown type {str(code)[:20]!r}")
-        if not _whole(shape) or len(shape) > DIMENSIONS or not _whole(offsets) or len(offsets) != 2:
-            raise self._broken(f"{name} has no proper shape or place")
-        return _DTYPES[code], tuple(shape), offsets
-
-    def _broken(self, reason: str) -> BrokenFileError:
-        return BrokenFileError(f"{self.path}: not a safetensors file: {reason}")
+            expect(entry, _ENTRY, f"{where}: {name}")
+            shape, offsets = entry["shape"], entry["data_offsets"]
+            if len(shape) > DIMENSIONS or len(offsets) != 2:
+                raise BrokenFileError(f"{where}: {name} has no proper shape or place")
+            held = math.prod(shape) * _DTYPES[entry["dtype"]].itemsize
+            if offsets[1] - offsets[0] != held:
+                raise BrokenFileError(f"{where}: {name} of shape {shape} at {offsets}")
+        data = place = 8 + length
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            start, end = entry["data_offsets"]
+            if data + start != place:
+                raise BrokenFileError(f"{where}: {name} starts at {data + start}, not at {place}")
+            place = data + end
+        if place != self.size:
+            raise BrokenFileError(f"{where}: its tensors end at {place} of {self.size} bytes")
+        return {
+            name: (_DTYPES[entry["dtype"]], tuple(entry["shape"]), data + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
 
 
-def _whole(values: Any) -> bool:
-    """True for a list of whole numbers from 0 to 2**62."""
-    return isinstance(values, list) and all(
-        isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= 1 << 62 for v in values
-    )
+_ENTRY = {"dtype": set(_DTYPES), "shape": [int], "data_offsets": [int]}
 
 
 # Manifests
@@ -466,32 +501,21 @@ def read_manifest(folder: Path, name: str) -> Manifest:
     """Read and check `NAME.json`; the files it names are not read."""
     path = folder / f"{name}.json"
     found, text = read_json(path)
-    form = found.get("format") if isinstance(found, dict) else None
-    if form not in (1, FORMAT) or isinstance(form, bool):
-        if isinstance(found, dict) and "format" in found:
-            raise BrokenFileError(f"{path}: format {str(form)[:20]!r}; this version reads 1 and 2")
+    if not isinstance(found, dict) or "format" not in found:
         raise BrokenFileError(f"{path}: not a manifest")
-    keys = {"format", "meta", "check"} | ({"files"} if form == FORMAT else set(Part._fields))
-    if set(found) != keys:
-        raise BrokenFileError(f"{path}: expected the keys {sorted(keys)}")
-    listed = found["files"] if form == FORMAT else [{k: found[k] for k in Part._fields}]
-    check = _check(listed, found["meta"]) if form == FORMAT else _check_1(found)
-    if check != found["check"] or text != _text(found):
+    expect(found["format"], {FORMAT}, f"{path}: the format")
+    expect(found, _MANIFEST, path)
+    listed = found["files"]
+    if found["check"] != _check(listed, found["meta"]) or text != _text(found):
         raise BrokenFileError(f"{path}: its checksum does not match: the file was altered")
-    if not isinstance(listed, list):
-        raise BrokenFileError(f"{path}: names no files")
-    return Manifest(tuple(_part(path, each) for each in listed), found["meta"])
+    for each in listed:
+        if Path(each["file"]).name != each["file"]:
+            raise BrokenFileError(f"{path}: names a file outside its folder: {each['file'][:80]!r}")
+    return Manifest(tuple(Part(**each) for each in listed), found["meta"])
 
 
-def _part(path: Path, listed: Any) -> Part:
-    if not isinstance(listed, dict) or set(listed) != set(Part._fields):
-        raise BrokenFileError(f"{path}: a file is described by {sorted(Part._fields)}")
-    part = Part(**listed)
-    if not isinstance(part.file, str) or Path(part.file).name != part.file:
-        raise BrokenFileError(f"{path}: names a file outside its folder: {str(part.file)[:80]!r}")
-    if not _whole([part.bytes]) or not isinstance(part.sha256, str):
-        raise BrokenFileError(f"{path}: {part.file} without a size and a SHA-256")
-    return part
+_FILE = {"file": str, "bytes": int, "sha256": str}
+_MANIFEST = {"format": {FORMAT}, "files": [_FILE], "meta": object, "check": str}
 
 
 def _text(manifest: Mapping[str, Any]) -> bytes:
@@ -500,11 +524,6 @@ def _text(manifest: Mapping[str, Any]) -> bytes:
 
 def _check(listed: Any, meta: Any) -> str:
     return hashlib.sha256(json.dumps([FORMAT, listed, meta]).encode()).hexdigest()
-
-
-def _check_1(found: Mapping[str, Any]) -> str:
-    named = {key: found[key] for key in ("format", *Part._fields)}
-    return hashlib.sha256(json.dumps([named, found["meta"]]).encode()).hexdigest()
 
 
 def verify(folder: Path, part: Part, limit: int = TENSOR_LIMIT) -> TensorFile:
@@ -530,60 +549,42 @@ def save_tree(folder: Path, name: str, tensors: Mapping[str, Tensor], meta: Any)
     """
     with locked(folder, wait=120.0):
         note = folder / f".{name}.next"  # names what an interrupted save leaves behind
-        old = {*_named_by(folder, name), *_noted(note, name)}
-        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}.") as building:
-            part = write_tensors(Path(building), name, tensors)
-            note.write_text(json.dumps(sorted({*old, part.file})))
-            os.replace(Path(building) / part.file, folder / part.file)
-        sync_folder(folder)
+        old = _left_by(folder, name, note)
+        part = write_tensors(folder, name, tensors, lambda new: _note(note, sorted({*old, new})))
         write_manifest(folder, name, [part], meta)
         for file in old - {part.file}:
             with contextlib.suppress(FileNotFoundError):
                 (folder / file).unlink()
         note.unlink()
-        _sweep(folder, name)
 
 
-def _named_by(folder: Path, name: str) -> list[str]:
-    try:
-        return [part.file for part in read_manifest(folder, name).parts]
-    except BrokenFileError:
-        return []
+def _note(note: Path, names: list[str]) -> None:
+    note.write_text(json.dumps(names))
 
 
-def _noted(note: Path, name: str) -> list[str]:
-    try:
-        found = read_json(note, 1 << 20)[0]
-    except BrokenFileError:
-        return []
-    files = found if isinstance(found, list) else []
-    return [f for f in files if isinstance(f, str) and Path(f).name == f and f.startswith(name)]
-
-
-def _sweep(folder: Path, name: str) -> None:
-    """Remove temporary files of writers that were killed (no other writer is here: the lock)."""
-    import shutil
-
-    for path in folder.glob(f".{name}.*"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.suffix == ".tmp":
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-    for path in folder.glob(f".{name}-*.tmp"):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+def _left_by(folder: Path, name: str, note: Path) -> set[str]:
+    """The files of the present tree, and of a save that was interrupted."""
+    old: set[str] = set()
+    with contextlib.suppress(BrokenFileError):
+        old |= {part.file for part in read_manifest(folder, name).parts}
+    with contextlib.suppress(BrokenFileError):
+        noted = expect(read_json(note, 1 << 20)[0], [str], note)
+        old |= {file for file in noted if Path(file).name == file and file.startswith(name)}
+    return old
 
 
 def load_tree(
-    folder: Path, name: str, *, limit: int = TENSOR_LIMIT
+    folder: Path, name: str, *, kind: str | None = None, limit: int = TENSOR_LIMIT
 ) -> tuple[dict[str, Tensor], Any]:
     """Read back what `save_tree` wrote; raises BrokenFileError if a bit has changed.
 
-    A tree that a writer replaces meanwhile is read again. `limit` bounds each file's size.
+    A tree that a writer replaces meanwhile is read again. `limit` bounds each file's size; `kind`
+    is what `save_state` called it.
     """
     for attempt in range(100):
         manifest = read_manifest(folder, name)
+        if kind is not None:
+            _check_kind(folder, kind, manifest.meta)
         try:
             tensors: dict[str, Tensor] = {}
             for part in manifest.parts:
@@ -593,22 +594,11 @@ def load_tree(
                             raise BrokenFileError(f"{folder}: {key} is there twice")
                         tensors[key] = file.read(key)
             return tensors, manifest.meta
-        except BrokenFileError as error:
-            missing = not all((folder / part.file).exists() for part in manifest.parts)
-            if missing and _replaced(folder, name, manifest):
-                time.sleep(0.001 * attempt)
-                continue
-            if missing:
-                raise BrokenFileError(f"{error} (named by {name}.json)") from error
-            raise
+        except BrokenFileError:
+            if read_manifest(folder, name) == manifest:
+                raise
+            time.sleep(0.001 * attempt)
     raise BrokenFileError(f"{folder}: {name}.json is replaced faster than it can be read")
-
-
-def _replaced(folder: Path, name: str, manifest: Manifest) -> bool:
-    try:
-        return read_manifest(folder, name) != manifest
-    except BrokenFileError:
-        return False
 
 
 # States
@@ -632,10 +622,7 @@ def load_state(
 
     `types` are the NamedTuples the value may hold (`tree.named_tuples`).
     """
-    meta = read_manifest(folder, name).meta
-    _check_kind(folder, kind, meta)
-    tensors, meta = load_tree(folder, name, limit=limit)
-    _check_kind(folder, kind, meta)
+    tensors, meta = load_tree(folder, name, kind=kind, limit=limit)
     try:
         value = unpack(tensors, meta["is"], types)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -688,11 +675,9 @@ def check_state(state: Any, template: Any, batch: int, name: str = "the state") 
         part = f"{name}: {'.'.join(map(str, path))}"
         if leaf.dim() < 1 or leaf.shape[0] != batch:
             raise ValueError(f"{part} has the shape {list(leaf.shape)} for {batch} sequences")
-        if not leaf.is_floating_point():
-            if leaf.dtype.is_signed and bool((leaf < 0).any()):
-                raise ValueError(f"{part} holds a negative number")
-        elif not bool(leaf.isfinite().all()):
-            raise ValueError(f"{part} holds a number that is not finite")
+        if not leaf.is_floating_point() and leaf.dtype.is_signed and bool((leaf < 0).any()):
+            raise ValueError(f"{part} holds a negative number")
+        check_finite(leaf, part)
         like = wanted.get(path)
         if like is None:
             continue

@@ -11,19 +11,16 @@ it was meant. Writes are atomic, and a killed one leaves nothing that stays.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nestling.files import BrokenFileError, write_atomic
+from nestling.files import BrokenFileError, expect, read_json, write_atomic
 
 __all__ = ["Run", "Store", "checked_key", "key_of", "with_facts"]
 
@@ -32,8 +29,6 @@ Run = dict[str, Any]
 FORMAT = 1
 DIGITS = 9
 """Significant digits of a stored number: what a float32 has."""
-LIMIT = 64 << 20
-"""Bytes of the largest file that is read."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -101,7 +96,7 @@ class Store:
             key = with_facts(key, facts)
         path = self.path(key)
         if path.exists():
-            return self._load(path, key)
+            return self._read(path)[1]
         if (copied := self.copied().get(key)) is not None:
             return copied
         if make is None:
@@ -118,19 +113,14 @@ class Store:
         path = self.path(key)
         run = {name: _rounded(value, name) for name, value in run.items()}
         self._check(key, run, path)
-        body = _text(_named(run))
-        head = {"format": FORMAT, "study": self.study, "key": key, "check": _digest(body)}
-        write_atomic(path, f'{_text(head)[:-1]}, "run": {body}}}\n'.encode())
-        for left in path.parent.glob(f".{_escaped(path.name)}.*.tmp"):  # of a killed process
-            with contextlib.suppress(FileNotFoundError):
-                left.unlink()
+        write_atomic(path, _written({"study": self.study, "key": key}, "run", _text(_named(run))))
         return run
 
     def runs(self) -> dict[str, Run]:
         """All runs by key: those of the copy alone, then the folder's, the newest last."""
         found = {path: self._read(path) for path in self._files()}
         order = sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-        mine = {found[path]["key"]: self._load(path) for path in order}
+        mine = dict(found[path] for path in order)
         return {key: run for key, run in self.copied().items() if key not in mine} | mine
 
     def named(self, prefix: str) -> Iterator[Run]:
@@ -146,9 +136,8 @@ class Store:
         runs = {key: run for key, run in packed if run is not None}
         if not runs and not self.copy.exists():
             return {}
-        lines = ",\n".join(f" {_text(key)}: {_text(_named(run))}" for key, run in runs.items())
-        head = {"format": FORMAT, "study": self.study, "check": _digest(lines)}
-        write_atomic(self.copy, f'{_text(head)[:-1]}, "runs": {{\n{lines}\n}}}}\n'.encode())
+        named = {key: _named(run) for key, run in runs.items()}
+        write_atomic(self.copy, _written({"study": self.study}, "runs", _lines(named)))
         self._copied = None
         return self.copied()
 
@@ -163,32 +152,16 @@ class Store:
     def _files(self) -> list[Path]:
         return [p for p in self.folder.rglob("*.json") if not p.name.startswith(".")]
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        held = _json(path, {"format", "study", "key", "check", "run"}, self.study)
+    def _read(self, path: Path) -> tuple[str, Run]:
+        held = _json(path, {"study": {self.study}, "key": str}, "run", _text)
         key = checked_key(held["key"], path)
         if self.path(key) != path:
             raise BrokenFileError(f"{path}: holds the run {key!r}, which belongs elsewhere")
-        return held
-
-    def _load(self, path: Path, key: str | None = None) -> Run:
-        held = self._read(path)
-        if _digest(_text(held["run"])) != held["check"]:
-            raise BrokenFileError(
-                f"{path}: its checksum does not match: the file was altered; delete it to run it"
-                " again"
-            )
-        run: Run = _numbered(held["run"])
-        self._check(held["key"], run, path)
-        return run
+        self._check(key, held["run"], path)
+        return key, _numbered(held["run"])
 
     def _load_copy(self, path: Path) -> dict[str, Run]:
-        held = _json(path, {"format", "study", "check", "runs"}, self.study)
-        runs = held["runs"]
-        if not isinstance(runs, dict):
-            raise BrokenFileError(f"{path}: its runs are no object")
-        lines = ",\n".join(f" {_text(key)}: {_text(run)}" for key, run in runs.items())
-        if _digest(lines) != held["check"]:
-            raise BrokenFileError(f"{path}: its checksum does not match: the file was altered")
+        runs: dict[str, Run] = _json(path, {"study": {self.study}}, "runs", _lines)["runs"]
         for key, run in runs.items():
             checked_key(key, path)
             self._check(key, run, path)
@@ -201,46 +174,35 @@ class Store:
             raise BrokenFileError(f"{path}: the run {key!r} lacks {', '.join(sorted(missing))}")
 
 
-def _json(path: Path, keys: set[str], study: str) -> dict[str, Any]:
-    """A file's object with exactly these keys, of this study."""
+def _json(path: Path, head: dict[str, Any], part: str, text: Callable[[Any], str]) -> Any:
+    """A file's object, if it is to the byte what `_written` makes of its head and its `part`."""
+    found, data = read_json(path)
+    form = {"format": {FORMAT}, **head, "check": str, part: dict}
+    expect(found, form, path)
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode):
-            raise BrokenFileError(f"{path}: not a regular file")
-        if info.st_size > LIMIT:
-            raise BrokenFileError(f"{path}: {info.st_size:,} bytes; at most {LIMIT:,} are read")
-        held = json.loads(path.read_bytes(), parse_constant=_refuse)
-    except OSError as error:
-        raise BrokenFileError(f"{path}: cannot be read: {error}") from error
-    except RecursionError as error:
-        raise BrokenFileError(f"{path}: nested too deeply") from error
-    except BrokenFileError:
-        raise
-    except ValueError as error:
+        same = _written({key: found[key] for key in head}, part, text(found[part])) == data
+    except ValueError as error:  # a number that is not finite
         raise BrokenFileError(f"{path}: not a JSON file of finite numbers: {error}") from error
-    if not isinstance(held, dict) or set(held) != keys:
-        raise BrokenFileError(f"{path}: expected the keys {', '.join(sorted(keys))}")
-    if held["format"] != FORMAT:
-        raise BrokenFileError(f"{path}: format {held['format']!r}; this version reads {FORMAT}")
-    if held["study"] != study:
-        raise BrokenFileError(f"{path}: holds runs of the study {held['study']!r}, not {study!r}")
-    return held
+    if not same:
+        raise BrokenFileError(
+            f"{path}: its checksum does not match: the file was altered; delete it to run it again"
+        )
+    return found
 
 
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number")
+def _written(head: dict[str, Any], part: str, body: str) -> bytes:
+    told = {"format": FORMAT, **head, "check": hashlib.sha256(body.encode()).hexdigest()}
+    held = f"{{\n{body}\n}}" if part == "runs" else body
+    return f'{_text(told)[:-1]}, "{part}": {held}}}\n'.encode()
+
+
+def _lines(runs: dict[str, Any]) -> str:
+    """Several runs in JSON, one on each line."""
+    return ",\n".join(f" {_text(key)}: {_text(run)}" for key, run in runs.items())
 
 
 def _text(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _rounded(value: Any, name: str = "") -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
-import threading
+import sys
 from pathlib import Path
 
 import pytest
@@ -236,41 +237,27 @@ def test_second_order_learns_on_after_loading(tmp_path):
     assert not torch.equal(again(ids).logits, learner(ids).logits)
 
 
-JOBS = int(os.environ.get("NESTLING_JOBS", "24"))
+def _users():
+    path = Path(__file__).parents[2] / "benchmarks" / "users.py"
+    spec = importlib.util.spec_from_file_location("users", path)
+    assert spec is not None
+    assert spec.loader is not None
+    users = importlib.util.module_from_spec(spec)
+    sys.modules["users"] = users
+    spec.loader.exec_module(users)
+    return users
 
 
 def test_jobs_in_threads_equal_jobs_in_turn():
-    """All kinds at once, second order included; NESTLING_JOBS=1000 for the long run."""
-    model, ids = tiny(), tokens(20, 5)[None]
-    kinds = [
-        {"rate": 0.1, "transfer": "second_order"},
-        {"rate": 0.1},
-        {"rate": 0.1, "rank": 3},
-        {"rule": "adam", "rate": 1e-3},
-    ]
+    """All kinds at once, second order included; `benchmarks/users.py` runs a thousand."""
+    assert _users().jobs(24) == []
 
-    def job(number: int) -> torch.Tensor:
-        learner = nestling.adapt(model, [8, 32], **kinds[number % len(kinds)])
-        learner.learn(tokens(66, number))
-        return learner(ids).logits
 
-    serial = [job(number) for number in range(JOBS)]
-    found: list = [None] * JOBS
-    gate = threading.Semaphore(8)
-
-    def run(number: int) -> None:
-        with gate:
-            found[number] = job(number)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(JOBS)]
-    flash = torch.backends.cuda.flash_sdp_enabled()
-    for thread in threads:
-        thread.start()
-    during = [torch.backends.cuda.flash_sdp_enabled() for _ in range(200)]
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(serial, found))
-    assert all(seen == flash for seen in during)  # no switch of the process was touched
+def test_poisoned_streams_stay_where_they_are():
+    """`benchmarks/users.py` runs five hundred."""
+    ends, failures = _users().poisoned(24, seed=1)
+    assert not failures, failures
+    assert ends["undone"] + ends["rolled back"] + ends["refused"] >= 6
 
 
 def test_names_a_newcomer_finds():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+
 from nestling import host
 from nestling.cli import main
 
@@ -27,3 +30,23 @@ def test_a_cpu_that_faults_on_bf16_is_told_so(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
     assert "bf16 products end this CPU's process" in capsys.readouterr().err
     host.bf16_speed.cache_clear()
+
+
+def test_the_bill_names_what_is_installed_and_who_needs_it(capsys):
+    assert main(["doctor", "--bill"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.5")
+    assert found["metadata"]["component"]["name"] == "nestling"
+    parts = {part["name"]: part for part in found["components"]}
+    assert parts["torch"]["version"] == importlib.metadata.version("torch")
+    assert parts["torch"]["purl"].startswith("pkg:pypi/torch@")
+    assert {"transformers", "safetensors", "sympy"} <= set(parts)  # sympy: by way of torch
+    known = {part["bom-ref"] for part in found["components"]}
+    needs = {each["ref"]: each["dependsOn"] for each in found["dependencies"]}
+    assert set(needs) == known | {found["metadata"]["component"]["bom-ref"]}
+    assert {one for each in needs.values() for one in each} <= set(needs)
+    assert parts["sympy"]["bom-ref"] in needs[parts["torch"]["bom-ref"]]
+    assert sum("licenses" in part for part in parts.values()) > 0.9 * len(parts)
+    main(["doctor", "--bill"])
+    assert capsys.readouterr().out == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nestling.adaptation import load_learner, load_pretrained
 from nestling.cli import main
+from nestling.files import locked
 from nestling.models.tokenizer import byte_tokenizer
 
 TEXT = "In the valley of Mor there lived a baker who knew the names of all the winds. " * 12
@@ -103,6 +105,30 @@ def test_a_text_that_is_refused_ends_with_1_and_is_named(model, text, tmp_path, 
     assert "alarm:" in said
     assert "bad.txt: refused; the memory is as it was before this text" in said
     assert torch.equal(load_learner(base, memory)(ids).logits, before)
+
+
+def test_a_memory_in_use_is_not_learned_into(model, text, tmp_path, capsys):
+    memory = tmp_path / "memory"
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locked(memory):
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    try:
+        code = main(["learn", model, "--from", text, "--memory", str(memory), *LEVELS])
+    finally:
+        done.set()
+        thread.join()
+    said = capsys.readouterr()
+    assert code == 2
+    assert f"{memory} is in use by" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not list(memory.iterdir())
 
 
 def test_undo_and_export_from_the_command_line(model, text, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,86 +11,45 @@ import pytest
 
 from nestling.cli import main
 
-LINES = [
-    "train tiny run.micro=0",
-    "train tiny run.patience=0",
-    "train tiny model.preset=Size",
-    "train tiny model.preset=configure",
-    "train tiny model.fields.hidden_size=x",
-    "train tiny model.fields.hidden_sizes=8",
-    "train tiny model.fields.levels=3",
-    "train tiny model.fields.levels=[3]",
-    "train tiny data.train=hf:",
-    "train tiny data.train=",
-    "train tiny data.train=builtin:9-3",
-    "train tiny data.tokenizer=bpe:99999999999999999999",
-    "train tiny optim.clip=-1",
-    "train tiny optim.clip=nan",
-    "train tiny optim.lr=inf",
-    "train tiny optim.lr=-1",
-    "train tiny optim.shape=flat",
-    "train tiny --show run.stepz=3",
-    "train huge",
-    "train tiny run",
-    "cost tiny --length 0",
-    "cost tiny --gpus 0",
-    "cost tiny --tokens nan",
-    "cost tiny --utilisation 2",
-    "cost tiny --mixer x",
-    "cost huge",
-    "eval nowhere",
-    "eval nowhere text.txt --tokens -5",
-    "eval nowhere text.txt --bins 0",
-    "eval nowhere text.txt --out nodir/x.json",
-    "eval nowhere --tasks ,",
-    "eval nowhere text.txt",
-    "generate nowhere --tokens 0",
-    "generate nowhere --temperature nan",
-    "generate nowhere --top-p 0",
-    "generate nowhere --seed -1",
-    "generate nowhere --memory nomemory",
-    "generate nowhere",
-    "learn nowhere --from text.txt --memory m --out nodir/x.html",
-    "learn nowhere --from text.txt --memory m --limit nan",
-    "learn nowhere --from text.txt --memory m --tokens 0",
-    "learn nowhere --from nofile.txt --memory m",
-    "describe nowhere",
-    "describe hope --out nodir/x.svg",
-    "describe hope --out x.png",
-    "describe hope --optimizer Optimizer",
-    "describe hope --optimizer nothing",
-    "unknown",
-]
+_SPEC = importlib.util.spec_from_file_location(
+    "mistakes", Path(__file__).parents[2] / "benchmarks" / "mistakes.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+mistakes = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(mistakes)
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_wrong_line_ends_in_one_line_and_changes_nothing(line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("words")
-    assert main(line.split()) == 2
-    said = capsys.readouterr()
-    assert len(said.err.splitlines()) == 1, said.err
-    assert said.err.startswith("nestling")
-    assert said.out == ""
-    assert os.listdir(tmp_path) == ["text.txt"]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("mistakes")
+    mistakes.prepare(made)
+    return made
+
+
+def test_wrong_lines_end_in_one_line_and_change_nothing(folder, monkeypatch):
+    """Each has one mistake beside a model, a text and a memory that are right."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lines = mistakes.lines()
+    assert len(lines) >= 400
+    bad = [(line, said) for line, said in mistakes.run_here(folder, lines) if said]
+    assert not bad, bad[:5]
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("ended", "said"),
     [
-        ["learn", "m", "--from", "text.txt", "--memory", ""],
-        ["generate", "m", "--memory", " "],
-        ["generate", "m", "--readout", "x"],
-        ["generate"],
-        ["train", "--out"],
+        ((0, "", "nestling: x", False), "exit code 0"),
+        ((2, "", "usage\nnestling: x", False), "2 lines"),
+        ((2, "", "", False), "0 lines"),
+        ((2, "done", "nestling: x", False), "it printed"),
+        ((2, "", "nestling: x", True), "files were changed"),
+        ((2, "", "nestling: x", False), ""),
     ],
-    ids=" ".join,
 )
-def test_arguments_that_cannot_be_read_end_with_2(line, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(line)
-    assert ended.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_a_line_that_ends_otherwise_is_counted(ended, said):
+    assert mistakes.wrong(*ended).startswith(said)
+    assert bool(mistakes.wrong(*ended)) == bool(said)
 
 
 def test_an_empty_task_is_named(capsys):
@@ -138,3 +97,13 @@ def test_a_prompt_that_is_not_utf8_is_named():
     assert process.returncode == 2
     assert b"--prompt is not valid UTF-8" in errors
     assert b"Traceback" not in errors
+
+
+def test_an_interrupt_while_a_command_is_imported_is_quiet(monkeypatch, capsys):
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupted)
+    assert main(["train", "tiny"]) == 130
+    said = capsys.readouterr()
+    assert said.out == said.err == ""

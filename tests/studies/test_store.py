@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -142,14 +143,9 @@ def test_every_changed_byte_is_seen(tmp_path):
                 data = data[: chance.randrange(len(data))]
             else:
                 data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            if data.rstrip() == whole.rstrip():
-                continue
             path.write_bytes(bytes(data))
-            try:
-                found = make(tmp_path / "runs", copy=tmp_path / "c.json").runs()
-            except BrokenFileError as error:
-                found = right if str(path) in str(error) else {}
-            assert found == right, bytes(data)  # where it was read: white space, or an escape
+            with pytest.raises(BrokenFileError, match=re.escape(str(path))):
+                make(tmp_path / "runs", copy=tmp_path / "c.json").runs()
         path.write_bytes(whole)
     assert make(tmp_path / "runs", copy=tmp_path / "c.json").runs() == right
 
@@ -166,7 +162,7 @@ def test_swapped_files_are_refused(tmp_path):
     with pytest.raises(BrokenFileError, match="belongs elsewhere"):
         store.get("run/hope/1")
     other = Store(tmp_path / "empty", study="t", copy=tmp_path / "c.json")
-    with pytest.raises(BrokenFileError, match="holds runs of the study 's', not 't'"):
+    with pytest.raises(BrokenFileError, match="study: 's' is not one of t"):
         other.runs()
 
 
@@ -182,11 +178,14 @@ def test_what_is_no_file_of_runs_is_refused(tmp_path):
     copy = tmp_path / "c.json"
     for content, word in (
         (b"", "not a JSON file"),
-        (b"[" * 100_000, "deeply"),
+        (b"[" * 100_000, "recursion"),
         (b'{"format": 1}', "expected the keys"),
-        (b'{"format": 1, "study": "s", "check": "", "runs": {"a": {"x": NaN}}}', "no number"),
-        (b'{"format": 2, "study": "s", "check": "", "runs": {}}', "format 2"),
-        (b'{"format": 1, "study": "s", "check": "", "runs": []}', "no object"),
+        (
+            b'{"format": 1, "study": "s", "check": "", "runs": {"a": {"x": NaN}}}',
+            "not a JSON file of finite numbers",
+        ),
+        (b'{"format": 2, "study": "s", "check": "", "runs": {}}', "format: '2' is not one of 1"),
+        (b'{"format": 1, "study": "s", "check": "", "runs": []}', "runs: expected dict"),
         (b"\xff\xfe", "not a JSON file"),
     ):
         copy.write_bytes(content)
@@ -202,8 +201,8 @@ def test_what_a_kill_left_behind_is_gone_after_the_next_write(tmp_path):
     store = make(tmp_path)
     path = store.path("run/(aa)*/1")
     path.parent.mkdir(parents=True)
-    left = path.parent / f".{path.name}.abc.tmp"
-    left.write_bytes(b"half")
+    left = path.parent / f".{path.name}.tmp"
+    left.write_bytes(b"half of a file that is longer than the whole" * 100)
     assert store.runs() == {}
     store.put("run/(aa)*/1", {"a": 1})
     assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -18,7 +18,9 @@ from nestling.adaptation.own_text import own_texts
 from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, Pairs
 from nestling.files import (
     BrokenFileError,
+    check_finite,
     check_state,
+    expect,
     fingerprint,
     load_state,
     read_facts,
@@ -141,27 +143,23 @@ def _must_be_there(folder: Path) -> None:
 
 
 _FACTS = {
-    "model": dict,
+    "model": {"class": str, "fingerprint": str},
     "levels": list,
     "slots": list,
+    "transfer": object,
     "position": int,
     "settings": dict,
-    "history": list,
-    "texts": list,
+    "history": [list],
+    "texts": [str],
+    "notes": object,
 }
 
 
 def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Refuse a description of another form, or larger than any memory's."""
-    for key, kind in _FACTS.items():
-        if not isinstance(facts.get(key), kind):
-            raise BrokenFileError(f"{folder}: its {key} is not a {kind.__name__}")
-    if not {"transfer", "notes"} <= set(facts):
-        raise BrokenFileError(f"{folder}: its transfer or its notes are missing")
-    if {"class", "fingerprint"} - {k for k, v in facts["model"].items() if isinstance(v, str)}:
-        raise BrokenFileError(f"{folder}: it names no model")
-    chunks = facts["settings"].get("chunks")
-    if not isinstance(chunks, list) or not 1 <= len(chunks) <= LEVELS:
+    expect(facts, _FACTS, f"{folder}: not a memory")
+    chunks = expect(facts["settings"].get("chunks"), list, f"{folder}: its chunks")
+    if not 1 <= len(chunks) <= LEVELS:
         raise BrokenFileError(f"{folder}: a memory has 1 to {LEVELS} levels")
     if not all(each == "inf" or type(each) is int for each in chunks):
         raise BrokenFileError(f"{folder}: chunks are whole numbers or inf; got {str(chunks)[:60]}")
@@ -222,7 +220,7 @@ def _check_texts(folder: Path, tree: MemoryTree, names: list[Any], learner: Lear
             ids.dtype != torch.int64 or not bool(((ids >= 0) & (ids < known)).all())
         ):
             raise BrokenFileError(f"{folder}: holds tokens this model does not know")
-    if len(names) != len(tree.before) or not all(isinstance(name, str) for name in names):
+    if len(names) != len(tree.before):
         raise BrokenFileError(f"{folder}: its texts and its description do not agree")
     for before in tree.before:
         if not isinstance(before, tuple) or len(before) != len(learner.levels):
@@ -230,5 +228,4 @@ def _check_texts(folder: Path, tree: MemoryTree, names: list[Any], learner: Lear
         for number, fasts in enumerate(before):
             _check_parts(folder, fasts, number, learner.continuum)
     for name, leaf in tree_leaves(tree.before):
-        if not bool(leaf.isfinite().all()):
-            raise BrokenFileError(f"{folder}: {name} holds a number that is not finite")
+        check_finite(leaf, f"{folder}: {name}")

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from nestling import pretrained as shipped
-from nestling.files import BrokenFileError, open_regular, read_json
+from nestling.files import BrokenFileError, check_finite, expect, open_regular, read_json
 
 __all__ = ["check_gguf", "load_llama2c", "load_llama2c_tokenizer", "load_pretrained"]
 
@@ -90,8 +90,7 @@ def _load(
                 more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
                 raise ValueError(f"{said} {', '.join(keys[:3])}{more}")
         for key, weight in model.named_parameters():
-            if not bool(weight.isfinite().all()):
-                raise ValueError(f"{key} holds a number that is not finite")
+            check_finite(weight, key)
     elif missing:
         fresh = type(model)(model.config).state_dict()
         model.load_state_dict({key: fresh[key] for key in missing if key in fresh}, strict=False)
@@ -108,9 +107,7 @@ def _check_folder(folder: Path, trust: bool) -> None:
             size = os.fstat(file.fileno()).st_size
         if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
             weights += size
-    found = read_json(folder / "config.json", 16 << 20)[0]
-    if not isinstance(found, dict):
-        raise ValueError("config.json is not a table of settings")
+    found = expect(read_json(folder / "config.json", 16 << 20)[0], dict, "config.json")
     if "auto_map" in found and not trust and found.get("model_type") not in CONFIG_MAPPING:
         raise ValueError("it comes with Python code of its own, which runs only when trusted")
     for key, most in _MOST.items():
@@ -163,8 +160,7 @@ def load_llama2c(path: str | Path) -> LlamaForCausalLM:
                 f" {(size - _HEADER.size) // 4}: the file is cut, or of another kind"
             )
         floats = torch.from_numpy(np.frombuffer(file.read(), "<f4").copy())
-    if not bool(floats.isfinite().all()):
-        raise ValueError(f"{path}: holds a number that is not finite")
+    check_finite(floats, path)
     config = LlamaConfig(
         vocab_size=abs(vocabulary),
         hidden_size=dim,

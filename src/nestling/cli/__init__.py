@@ -1,7 +1,7 @@
 """The command `nestling`: one module per sub-command, imported when it is called.
 
-A module offers `parser()`, an argparse parser whose help teaches, and `run(arguments) -> int`. What
-a user did wrong (a ValueError or OSError with a clear message) ends in one line and exit code 2.
+A module offers `parser()`, whose help teaches, and `run(arguments) -> int`. What a user did wrong
+(a ValueError or OSError with a clear message) ends in one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "Parser", "main"]
 
 COMMANDS = {
     "demo": "train Hope and a Transformer, compare them on unseen text, write a report",
@@ -36,6 +37,18 @@ commands:
 {commands}
 
 `nestling COMMAND --help` explains each, with examples."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The arguments of a command; help is shown as it is written, a mistake is a ValueError."""
+
+    def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
+        as_written: Any = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"nestling {command}", None, description, epilog, [], as_written)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments."""
+        raise ValueError(f"{message} (`{self.prog} --help` explains)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,10 +82,8 @@ def _main(given: list[str]) -> int:
         return 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     command = importlib.import_module(f"nestling.cli.{name}")
-    parser: argparse.ArgumentParser = command.parser()
-    parsed = parser.parse_intermixed_args(rest)
     try:
-        return int(command.run(parsed))
+        return int(command.run(command.parser().parse_intermixed_args(rest)))
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
@@ -15,13 +17,12 @@ Operations are counted by running one block of the real width here; times follow
 peak figures and --utilisation. They are estimates to plan with, not measurements."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="nestling cost",
+    made = Parser(
+        "cost",
         description="Operations, bytes and communication of a training run on GPUs.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("preset", help="tiny, small, base, hope_760m, hope_1b3")
     made.add_argument("--mixer", default="hope", help="hope, transformer, titans, ...")

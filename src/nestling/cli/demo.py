@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
 NAMES = {"hope": "Hope", "transformer": "Transformer"}
@@ -19,14 +21,13 @@ RATE = 0.2
 PASSAGE = 420  # characters of a shaded passage
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="nestling demo",
+    made = Parser(
+        "demo",
         description="Train a small Hope and a Transformer of equal size on made-up chronicles,\n"
         "let documents neither has seen stream through both while Hope learns in context, and\n"
         "write a report with plots. Needs no network; under 5 minutes on 2 cores.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
     made.add_argument("--steps", type=int, default=100, help="training steps of each model")
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--steps and --documents must be at least 1")
     if arguments.characters < 600:
         raise ValueError(f"--characters must be at least 600; got {arguments.characters}")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"--out: {arguments.out} is not a folder")
     from nestling.report.story import tell
 
     begin = time.perf_counter()

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from nestling.cli import Parser
+
 __all__ = ["build", "parser", "run"]
 
 _EXAMPLES = """examples:
@@ -18,14 +20,15 @@ _EXAMPLES = """examples:
 SIZES = {"tiny": "tiny", "small": "small", "base": "base", "760m": "hope_760m", "1b3": "hope_1b3"}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="nestling describe",
+    from nestling.cli.generate import new_file
+
+    made = Parser(
+        "describe",
         description="Show a model and its optimizer as a nested system: which part learns what,"
         " from what, and how often. No weights are loaded.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="one of our models by name, a model's folder, or a hub name")
     made.add_argument(
@@ -33,7 +36,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--size", choices=SIZES, default="tiny", help="of our models (default tiny)")
     made.add_argument("--optimizer", help="a class of nestling.optim or torch.optim")
-    made.add_argument("--out", help="also draw it, as .html or .svg")
+    made.add_argument(
+        "--out", type=new_file(".svg", ".html"), help="also draw it, as .html or .svg"
+    )
     made.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return made
 
@@ -106,14 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table, or JSON; draw if asked."""
     from nestling.description import describe
 
-    if arguments.out is not None:
-        out = Path(arguments.out)
-        if out.suffix not in (".html", ".svg"):
-            raise ValueError(f"--out must end in .svg or .html; got {arguments.out}")
-        if not out.parent.is_dir():
-            raise ValueError(f"--out: there is no folder {out.parent}")
     model = build(arguments.model, arguments.size, download=arguments.download)
-    optimizer = _optimizer(arguments.optimizer, model) if arguments.optimizer else None
+    optimizer = None if arguments.optimizer is None else _optimizer(arguments.optimizer, model)
     description = describe(model, optimizer)
     if arguments.json:
         print(description.to_json())

@@ -8,10 +8,13 @@ import importlib.util
 import os
 import platform
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
-_EXAMPLES = """example:
+_EXAMPLES = """examples:
   nestling doctor
+  nestling doctor --bill > bill.json       # what is installed with nestling, as CycloneDX JSON
 
 Products in bf16 are timed in a process of their own: on some machines they end it."""
 
@@ -27,18 +30,24 @@ _OPTIONAL = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    return argparse.ArgumentParser(
-        prog="nestling doctor",
+    made = Parser(
+        "doctor",
         description="What this machine offers nestling, and what to change.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    made.add_argument("--bill", action="store_true", help="print a software bill of materials")
+    return made
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; returns 0."""
+    if arguments.bill:
+        from nestling.cli.bill import bill
+
+        print(bill())
+        return 0
     import torch
 
     from nestling import __version__

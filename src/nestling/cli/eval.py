@@ -10,6 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
@@ -26,15 +28,14 @@ A file is read as one stream, in constant memory for models whose memory has a f
 loss at position 100,000 is the loss of a model that has read all of it."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    from nestling.cli.generate import folder, trust_option
+    from nestling.cli.generate import folder, new_file, trust_option
 
-    made = argparse.ArgumentParser(
-        prog="nestling eval",
+    made = Parser(
+        "eval",
         description="Perplexity on a file and loss against position, or tasks of lm-eval.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="folder of a model")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
     made.add_argument("--limit", type=int, help="examples per task")
-    made.add_argument("--out", type=Path, help="write the figures as JSON")
+    made.add_argument("--out", type=new_file(), help="write the figures as JSON")
     trust_option(made)
     return made
 
@@ -72,8 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
     if arguments.bins < 1:
         raise ValueError(f"--bins must be at least 1; got {arguments.bins}")
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
     if arguments.limit is not None and arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
     if arguments.include is not None and not arguments.include.is_dir():

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["folder", "load", "parser", "run", "trust_option"]
+from nestling.cli import Parser
+
+__all__ = ["folder", "load", "new_file", "parser", "run", "trust_option"]
 
 _EXAMPLES = """examples:
   nestling generate runs/tiny/model --prompt "Day 1, spring."
@@ -16,13 +19,12 @@ _EXAMPLES = """examples:
   nestling generate MODEL --memory mine --prompt "Call me"   # after `nestling learn`"""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="nestling generate",
+    made = Parser(
+        "generate",
         description="Continue a text with a trained model; tokens appear as they are made.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="folder, hub name, .gguf or llama2.c .bin file")
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
@@ -49,6 +51,22 @@ def folder(text: str) -> Path:
     if not text.strip():
         raise argparse.ArgumentTypeError("expected a folder, got an empty text")
     return Path(text)
+
+
+def new_file(*suffixes: str) -> Callable[[str], Path]:
+    """A file to be written, as an argument: its folder is there, and it ends as it should."""
+
+    def check(text: str) -> Path:
+        path = Path(text)
+        if suffixes and path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"must end in {' or '.join(suffixes)}; got {text!r}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+        return path
+
+    return check
 
 
 def load(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:

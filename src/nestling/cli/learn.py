@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
@@ -29,15 +31,14 @@ that spoils what was known before is refused. The exit code is 1 when nothing wa
 docs/adapt.md."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    from nestling.cli.generate import folder, trust_option
+    from nestling.cli.generate import folder, new_file, trust_option
 
-    made = argparse.ArgumentParser(
-        prog="nestling learn",
+    made = Parser(
+        "learn",
         description="Let a pretrained model learn texts into a memory of several time scales.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
     made.add_argument("--from", dest="files", nargs="+", default=[], metavar="FILE", type=Path)
@@ -62,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
     made.add_argument("--save-every", type=int, default=16384, metavar="TOKENS")
-    made.add_argument("--out", type=Path, help="timeline of all levels, .html or .svg")
+    made.add_argument(
+        "--out", type=new_file(".html", ".svg"), help="timeline of all levels, .html or .svg"
+    )
     made.add_argument("--undo", metavar="NAME", help="take back what a text changed, by its name")
     made.add_argument("--export", type=Path, metavar="FOLDER", help="write a PEFT LoRA")
     trust_option(made)
@@ -111,9 +114,12 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
         if resumed:
             learner = load_learner(model, arguments.memory, **options)
         where = f"{arguments.memory} at position {learner.position:,}"
-        _say(f"goes on with {where}" if resumed else f"a new memory, {arguments.memory}")
+        if arguments.export is not None and any(level.rank is None for level in learner.levels):
+            raise ValueError("--export: this memory keeps full matrices; make it with --rank")
         if arguments.undo is not None:
             learner.undo(arguments.undo)
+        _say(f"goes on with {where}" if resumed else f"a new memory, {arguments.memory}")
+        if arguments.undo is not None:
             learner.save(arguments.memory)
             _say(f"{arguments.undo}: what it changed is taken back")
         plan = _plan(learner.notes, arguments.files, texts)
@@ -199,10 +205,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
-    if arguments.out is not None and arguments.out.suffix not in (".html", ".svg"):
-        raise ValueError(f"--out must end in .html or .svg; got {arguments.out}")
-    if arguments.out is not None and not arguments.out.parent.is_dir():
-        raise ValueError(f"--out: there is no folder {arguments.out.parent}")
+    if arguments.export is not None and arguments.export.exists() and not arguments.export.is_dir():
+        raise ValueError(f"--export: {arguments.export} is not a folder")
     if not 0 < arguments.limit < math.inf:
         raise ValueError(f"--limit must be a finite number above 0; got {arguments.limit}")
 

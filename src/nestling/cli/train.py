@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from nestling.cli import Parser
+
 __all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
@@ -18,16 +20,15 @@ Kill it anywhere and start the same command again: it continues bit for bit from
 checkpoint. Ctrl-C and SIGTERM save first. `nestling train RECIPE --show` prints every key."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
     from nestling.train.recipe import RECIPES
 
-    made = argparse.ArgumentParser(
-        prog="nestling train",
+    made = Parser(
+        "train",
         description="Train a language model from a recipe.\n\nrecipes:\n"
         + "\n".join(f"  {name:<10} {make.__doc__}" for name, make in RECIPES.items()),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("recipe", help="name of a recipe")
     made.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")

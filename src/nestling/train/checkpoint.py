@@ -27,6 +27,8 @@ from torch import Tensor
 from nestling.files import (
     BrokenFileError,
     TensorFile,
+    check_finite,
+    expect,
     read_manifest,
     sync_folder,
     verify,
@@ -48,6 +50,14 @@ __all__ = [
 
 _NAME = re.compile(r"step-(\d{8,})$")
 _PART, _KIND, _VERSION = "part", "nestling checkpoint", 2
+_META = {
+    "kind": {_KIND},
+    "version": {_VERSION},
+    "step": int,
+    "facts": dict,
+    "tensors": dict,
+    "is": object,
+}
 _SMALL = 1 << 16  # bytes of a tensor that the first process writes, whoever holds it
 Types = Mapping[str, type]
 
@@ -319,46 +329,30 @@ def load_checkpoint(
 def _open(path: Path, types: Types | None, world: World) -> Checkpoint:
     manifest = read_manifest(path, _PART)
     meta = manifest.meta
-    if not isinstance(meta, dict):
-        raise BrokenFileError(f"{path}: not a checkpoint")
-    if "kind" in meta and (meta["kind"], meta.get("version")) != (_KIND, _VERSION):
-        raise BrokenFileError(
-            f"{path}: {str(meta['kind'])[:40]} of version {str(meta.get('version'))[:20]}; this"
-            f" nestling reads a {_KIND} of version {_VERSION}"
-        )
-    step, facts = meta.get("step"), meta.get("facts")
-    if not isinstance(step, int) or not isinstance(facts, dict) or "is" not in meta:
-        raise BrokenFileError(f"{path}: not a checkpoint: its step or its facts are missing")
+    expect(meta, _META, f"{path}: not a checkpoint")
     with contextlib.ExitStack() as stack:
         files = []
         for number, part in enumerate(manifest.parts):
             own = number % world.size == world.rank
             opened = verify(path, part) if own else TensorFile(path / part.file, size=part.bytes)
             files.append(stack.enter_context(opened))
-        table = _table(path, meta.get("tensors"), files)
-    return Checkpoint(path, step, facts, meta["is"], table, files, types)
+        table = _table(path, meta["tensors"], files)
+    return Checkpoint(path, meta["step"], meta["facts"], meta["is"], table, files, types)
 
 
 def _table(
     path: Path, listed: Any, files: list[TensorFile]
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...], list[list[int]]]]:
     """Where the rows of every tensor are, checked against the files' own headers."""
-    if listed is None:  # a single file, as early versions wrote it
-        listed = {
-            name: [str(f.dtype(name)).removeprefix("torch."), list(f.shape(name)), None]
-            for f in files
-            for name in f
-        }
     table: dict[str, tuple[torch.dtype, tuple[int, ...], list[list[int]]]] = {}
     try:
         for name, (dtype, shape, pieces) in listed.items():
-            if pieces is None:
-                pieces = [[0, 0, shape[0] if shape else 0]]
+            expect(pieces, [[int]], name)
             place = 0
             for number, start, stop in sorted(pieces, key=lambda piece: piece[1]):
                 rows = [stop - start, *shape[1:]] if shape else []
                 file = files[number]
-                if start != place or number < 0 or list(file.shape(name)) != rows:
+                if start != place or list(file.shape(name)) != rows:
                     raise ValueError(f"the rows of {name} do not fit together")
                 if str(file.dtype(name)) != f"torch.{dtype}":
                     raise ValueError(f"{name} is {file.dtype(name)}, not {dtype}")
@@ -439,7 +433,6 @@ def restore_(model: Any, optimizer: torch.optim.Optimizer, saved: Checkpoint) ->
             local = into.to_local() if hasattr(into, "device_mesh") else into
             start, stop = rows_of(into) or (0, into.shape[0] if into.dim() else 0)
             rows = saved.read(name, start, stop)
-            if rows.is_floating_point() and not bool(rows.isfinite().all()):
-                raise ValueError(f"{saved.path}: {key} holds a number that is not finite")
+            check_finite(rows, f"{saved.path}: {key}")
             local.copy_(rows)
     optimizer.load_state_dict(saved.load("optimizer", read))

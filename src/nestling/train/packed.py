@@ -2,8 +2,8 @@
 
 A packed corpus is a folder named by a fingerprint of its sources and tokenizer, with `tokens.bin`
 (little-endian uint16 or uint32), `starts.bin` (int64, where each document starts, and the end) and
-`packed.json` with the checksums of both. It is made in a hidden folder and renamed when complete,
-so it is whole or absent.
+`packed.json`, the manifest of both (`nestling.files`). It is made in a hidden folder and renamed
+when complete, so it is whole or absent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,26 @@ import numpy as np
 from nestling.files import (
     BrokenFileError,
     BusyError,
+    Part,
+    expect,
     locked,
     open_regular,
-    read_json,
+    read_manifest,
     sync_folder,
-    write_atomic,
+    write_manifest,
 )
 from nestling.train.corpus import Corpus
 
 __all__ = ["Encoder", "PackedCorpus", "prepare"]
 
-FORMAT = 3
+FORMAT = 4
+_FACTS = {
+    "format": {FORMAT},
+    "dtype": {"<u2", "<u4"},
+    "tokens": int,
+    "documents": int,
+    "vocab_size": int,
+}
 _BLOCK = 1 << 22  # bytes that are verified at once, a multiple of every type's size
 _PATIENCE = 24 * 3600.0  # seconds to wait for another process that makes the same corpus
 
@@ -73,48 +82,43 @@ class PackedCorpus:
         With `verify` every byte is read once: both checksums must hold, and no token may lie beyond
         the vocabulary.
         """
-        facts = read_json(folder / "packed.json", 1 << 20)[0]
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-            raise BrokenFileError(f"{folder}: not a packed corpus of format {FORMAT}")
-        if facts.get("check") != _check(facts):
-            raise BrokenFileError(f"{folder}: packed.json was altered; delete the folder")
-        if facts["dtype"] not in ("<u2", "<u4"):
-            raise BrokenFileError(f"{folder}: tokens of the unknown type {facts['dtype']!r}")
+        manifest = read_manifest(folder, "packed")
+        facts = expect(manifest.meta, _FACTS, f"{folder}: not a packed corpus")
+        if [part.file for part in manifest.parts] != ["tokens.bin", "starts.bin"]:
+            raise BrokenFileError(f"{folder}: not a packed corpus: it names other files")
         maps = []
-        for file, dtype, count in (
-            ("tokens.bin", facts["dtype"], facts["tokens"]),
-            ("starts.bin", "<i8", facts["documents"] + 1),
-        ):
-            with open_regular(folder / file) as opened:
+        kinds = ((facts["dtype"], facts["tokens"]), ("<i8", facts["documents"] + 1))
+        for part, (dtype, count) in zip(manifest.parts, kinds, strict=True):
+            with open_regular(folder / part.file) as opened:
                 size = os.fstat(opened.fileno()).st_size
-                if size != count * np.dtype(dtype).itemsize or not count:
+                if not size == part.bytes == count * np.dtype(dtype).itemsize or not count:
                     raise BrokenFileError(
-                        f"{folder / file}: {size} bytes, not {count} numbers: the packed corpus is"
-                        " cut short; delete the folder"
+                        f"{folder / part.file}: {size} bytes, not {count} numbers: the packed"
+                        " corpus is cut short; delete the folder"
                     )
                 maps.append(np.memmap(opened, dtype=dtype, mode="r"))
         tokens, starts = maps
         made = cls(folder=folder, tokens=tokens, starts=starts, vocab_size=facts["vocab_size"])
         if verify:
-            made._verify(facts)
+            made._verify(manifest.parts)
         return made
 
-    def _verify(self, facts: dict[str, Any]) -> None:
+    def _verify(self, parts: Sequence[Part]) -> None:
         follows, before = True, 0
-        for name, dtype in (("tokens", self.tokens.dtype), ("starts", self.starts.dtype)):
+        for part, numbers in zip(parts, (self.tokens, self.starts), strict=True):
             digest, largest = hashlib.sha256(), 0
-            for block in _blocks(self.folder / f"{name}.bin", dtype):
+            for block in _blocks(self.folder / part.file, numbers.dtype):
                 digest.update(block.data)
                 largest = max(largest, int(block.max()))
-                if name == "starts":
+                if numbers is self.starts:
                     follows &= bool(block[0] >= before) and bool((block[1:] >= block[:-1]).all())
                     before = int(block[-1])
-            if digest.hexdigest() != facts[name + "_sha256"]:
+            if digest.hexdigest() != part.sha256:
                 raise BrokenFileError(
-                    f"{self.folder / name}.bin: its SHA-256 is not the saved one: the file was"
+                    f"{self.folder / part.file}: its SHA-256 is not the saved one: the file was"
                     " altered; delete the folder"
                 )
-            if name == "tokens" and largest >= self.vocab_size:
+            if numbers is self.tokens and largest >= self.vocab_size:
                 raise BrokenFileError(
                     f"{self.folder}: token {largest} is beyond the vocabulary of {self.vocab_size}"
                 )
@@ -213,39 +217,33 @@ def _build(
                 progress(documents, total)
         if documents == 0:
             raise ValueError(f"no text in {', '.join(c.source for c in corpora) or 'no sources'}")
-        _flush(tokens.file, starts.file)
-    facts: dict[str, Any] = {
+        parts = [tokens.finish(), starts.finish()]
+    facts = {
         "format": FORMAT,
         "dtype": dtype,
         "tokens": total,
         "documents": documents,
         "vocab_size": encoder.vocab_size,
-        "tokens_sha256": tokens.digest.hexdigest(),
-        "starts_sha256": starts.digest.hexdigest(),
     }
-    write_atomic(folder / "packed.json", json.dumps(facts | {"check": _check(facts)}).encode())
+    write_manifest(folder, "packed", parts, facts)
 
 
 class _Hashed:
     """A file that is written and hashed at once."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.digest = file, hashlib.sha256()
+        self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
 
     def write(self, data: bytes) -> None:
         self.file.write(data)
         self.digest.update(data)
+        self.bytes += len(data)
 
-
-def _check(facts: dict[str, Any]) -> str:
-    own = {key: facts[key] for key in sorted(facts) if key != "check"}
-    return hashlib.sha256(json.dumps(own).encode()).hexdigest()
-
-
-def _flush(*files: IO[Any]) -> None:
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
+    def finish(self) -> Part:
+        """Make it durable; returns what a manifest says of it."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return Part(Path(self.file.name).name, self.bytes, self.digest.hexdigest())
 
 
 Piece = tuple[str, bool]  # text, and whether it ends its document

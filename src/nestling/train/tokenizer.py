@@ -36,11 +36,13 @@ class TextEncoder:
 
 
 def check_tokenizer(name: str) -> None:
-    """Refuse a `bpe:` without a proper size."""
+    """Refuse a `bpe:` without a proper size, and what is no tokenizer."""
     if name.startswith("bpe:"):
         match = re.fullmatch(r"bpe:(\d{1,9})", name)
         if not match or int(match[1]) < 260:
             raise ValueError(f"tokenizer {name!r}: expected bpe:SIZE with a size of at least 260")
+    else:
+        load_tokenizer(name, (), Path())
 
 
 def load_tokenizer(name: str, corpora: Sequence[Corpus], cache: Path) -> TextEncoder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import math
 import random
@@ -25,7 +26,7 @@ from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
 from nestling.train.distributed import World, whole
-from nestling.train.optimizers import OPTIMIZERS, build, by_level
+from nestling.train.optimizers import build, by_level
 from nestling.train.packed import PackedCorpus, prepare
 from nestling.train.progress import Progress, preparing
 from nestling.train.recipe import Recipe
@@ -216,9 +217,10 @@ PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
 def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot run, before anything is made or written."""
     _check_levels(recipe, _config(recipe, {}))
-    if recipe.optim.name not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"optim.name must be one of {known}; got {recipe.optim.name!r}")
+    build(dataclasses.replace(recipe.optim, chunks=()), nn.Linear(2, 2))
+    start = recipe.model.start
+    if start is not None and not any(Path(start).glob("model*.safetensors*")):
+        raise ValueError(f"model.start: {start!r} is no folder of a saved model")
     check_tokenizer(recipe.data.tokenizer)
     cpu = not torch.cuda.is_available()
     if recipe.run.precision == "bf16" and cpu and bf16_speed() is None:

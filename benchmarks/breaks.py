@@ -1,0 +1,202 @@
+"""What the tests of the door are worth: each guard is taken out, and its test must fail.
+
+    python benchmarks/breaks.py                 # every guard
+    python benchmarks/breaks.py --point 1 7     # those of some points
+
+Points: 1 locks, 2 a model's own code, 3 incomplete models, 4 bad content under right checksums, 5
+training on numbers that are none, 6 hangs and bombs, 7 packed corpora and stored studies, 8 alarms,
+9 numerics, 10 threads, 11 the command line. The tree is copied, one line of the copy is changed,
+and the named test runs on it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FILES, PRETRAINED = "src/nestling/files.py", "src/nestling/adaptation/pretrained.py"
+LEARNER, CLI = "src/nestling/adaptation/learner.py", "src/nestling/cli/__init__.py"
+STORE, PACKED = "studies/harness/store.py", "src/nestling/train/packed.py"
+M, F = "tests/cli/test_strange_models.py::", "tests/test_strange_files.py::"
+L, A = "tests/train/test_loop.py::", "tests/adaptation/test_learner.py::"
+TRAINER, RECIPE = "src/nestling/train/trainer.py", "src/nestling/train/recipe.py"
+
+
+class Break(NamedTuple):
+    """A guard, what stands there without it, and the test that must notice."""
+
+    point: int
+    file: str
+    guard: str
+    broken: str
+    test: str
+
+
+BREAKS = [
+    Break(1, FILES, "fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass",
+          F + "test_a_lock_names_its_holder_and_ends_with_it"),
+    Break(1, FILES, "for file in old - {part.file}:",
+          "for file in {p.name for p in folder.glob(name + '-*')} - {part.file}:",
+          F + "test_only_what_the_manifest_named_is_removed"),
+    Break(1, "src/nestling/cli/learn.py", "with locked(arguments.memory):",
+          "with contextlib.nullcontext():",
+          "tests/cli/test_learn.py::test_a_memory_in_use_is_not_learned_into"),
+    Break(1, TRAINER, "locked(folder) if world.main else", "contextlib.nullcontext() or",
+          L + "test_a_second_run_in_the_same_folder_is_refused"),
+    Break(2, PRETRAINED, '{"trust_remote_code": trust_remote_code}', "{}",
+          M + "test_a_models_own_code_runs_only_when_trusted"),
+    Break(3, PRETRAINED, "    if strict:\n        for", "    if False:\n        for",
+          M + "test_every_missing_weight_is_noticed"),
+    Break(3, "src/nestling/cli/eval.py", "if not math.isfinite(result.loss):", "if False:",
+          M + "test_eval_never_prints_a_loss_that_is_none"),
+    Break(4, FILES, "if tensor.is_floating_point() and not bool(", "if False and not bool(",
+          F + "test_a_state_is_refused_for_what_it_holds"),
+    Break(4, FILES, "facts = [type(model).__name__, shaping]", "facts = [type(model).__name__]",
+          F + "test_one_fingerprint_sees_configuration_and_every_weight"),
+    Break(4, "src/nestling/adaptation/memory_files.py",
+          'expect(facts, _FACTS, f"{folder}: not a memory")', "pass",
+          "tests/test_fuzz.py::test_damaged_and_crafted_files_are_refused[memory]"),
+    Break(5, RECIPE, "if optim.clip is not None and not (", "if False and not (",
+          L + "test_mistakes_get_one_clear_line"),
+    Break(5, TRAINER, "if self.memory.bad:\n            return", "if False:\n            return",
+          L + "test_a_poisoned_loss_changes_nothing_and_stops_the_run"),
+    Break(5, "src/nestling/train/checkpoint.py",
+          'check_finite(rows, f"{saved.path}: {key}")', "pass",
+          L + "test_a_checkpoint_with_numbers_that_are_none_is_not_continued"),
+    Break(6, FILES, "if not stat.S_ISREG(facts.st_mode):", "if False:",
+          F + "test_only_regular_files_are_opened"),
+    Break(6, FILES, "except (ValueError, RecursionError) as error:", "except ValueError as error:",
+          F + "test_json_nobody_wrote_is_refused"),
+    Break(6, FILES, "if place != self.size:", "if False:",
+          F + "test_a_header_must_fit_its_bytes"),
+    Break(6, PRETRAINED, "if size != _HEADER.size + 4 * count:", "if False:",
+          M + "test_a_llama2c_header_is_measured_before_a_model_is_built"),
+    Break(6, PRETRAINED, "for key, most in _MOST.items():", "for key, most in {}.items():",
+          M + "test_a_configuration_cannot_ask_for_more_than_the_folder_holds"),
+    Break(6, PRETRAINED, "if not 1 <= tensors <= _ENTRIES or settings > _ENTRIES:", "if False:",
+          M + "test_a_gguf_header_is_walked_through_first"),
+    Break(7, PACKED, "made._verify(manifest.parts)", "pass",
+          "tests/train/test_data.py::test_a_packed_corpus_is_verified_and_leaves_nothing_behind"),
+    Break(7, PACKED, "        _sweep(cache)\n", "",
+          "tests/train/test_data.py::test_a_packed_corpus_is_verified_and_leaves_nothing_behind"),
+    Break(7, PACKED,
+          'expect(manifest.meta, _FACTS, f"{folder}: not a packed corpus")', "manifest.meta",
+          "tests/test_fuzz.py::test_damaged_and_crafted_files_are_refused[packed]"),
+    Break(7, STORE, "    if not same:", "    if False:",
+          "tests/studies/test_store.py::test_every_changed_byte_is_seen"),
+    Break(7, STORE, "if self.path(key) != path:", "if False:",
+          "tests/studies/test_store.py::test_swapped_files_are_refused"),
+    Break(7, STORE, 'part in ("", ".", "..")', 'part in ("",)',
+          "tests/studies/test_store.py::test_names_stay_inside_the_folder"),
+    Break(7, "studies/harness/models.py", "    if not sealed(folder):\n        return None\n", "",
+          "tests/studies/test_harness.py"),
+    Break(8, "src/nestling/continuum/fast.py", "if not _finite(fast):", "if False:",
+          A + "test_what_is_not_finite_is_refused"),
+    Break(8, LEARNER, "if math.isinf(self.limits.forget):", "if True:",
+          "tests/adaptation/test_texts.py::test_a_text_that_spoils_what_was_known_is_refused"),
+    Break(8, "src/nestling/adaptation/drift.py",
+          "if math.isfinite(step) and step > limits.step * base:", "if False:",
+          A + "test_one_update_moves_no_further_than_its_trust_region"),
+    Break(8, "src/nestling/adaptation/drift.py",
+          "if math.isfinite(far) and far > limits.drift * base:", "if False:",
+          A + "test_at_its_drift_limit_a_memory_goes_on_learning"),
+    Break(8, "src/nestling/adaptation/drift.py",
+          'if name is not None and (not name or name.startswith("@")):', "if False:",
+          A + "test_snapshot_names_that_look_unnamed_are_refused"),
+    Break(8, "src/nestling/cli/learn.py", "return 0 if learned else 1", "return 0",
+          "tests/cli/test_learn.py::test_a_text_that_is_refused_ends_with_1_and_is_named"),
+    Break(8, LEARNER, "fasts = text.before if after is None", "fasts = now if after is None",
+          "tests/adaptation/test_texts.py::test_a_poisoned_text_is_undone_within_five_percent"),
+    Break(9, "src/nestling/memories/core.py",
+          "return picked.masked_fill(~self.valid.unsqueeze(-1), 0.0)",
+          "return picked * self.valid.unsqueeze(-1)",
+          "tests/memories/test_torch.py::test_what_stands_at_masked_positions_does_not_matter"),
+    Break(9, "src/nestling/continuum/stream.py",
+          "return torch.autocast(like.device.type, enabled=False)",
+          "import contextlib; return contextlib.nullcontext()",
+          A + "test_learning_under_autocast"),
+    Break(9, "src/nestling/memories/omega.py", "products(retain[..., now])",
+          "(lambda g: g.unsqueeze(-1) / g.unsqueeze(-2))(retain[..., now].cumprod(-1))",
+          "tests/memories/test_torch.py::test_omega_forgets_everything_and_goes_on"),
+    Break(10, "src/nestling/scan/orders.py", "with _PlainAttention():",
+          "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):",
+          "tests/adaptation/test_texts.py::test_jobs_in_threads_equal_jobs_in_turn"),
+    Break(11, CLI, 'raise ValueError(f"{message} (`{self.prog} --help` explains)")',
+          "super().error(message)", "tests/cli/test_mistakes.py"),
+    Break(11, CLI, "except (ValueError, OSError) as error:", "except OSError as error:",
+          "tests/cli/test_mistakes.py"),
+    Break(11, CLI, "parse_intermixed_args", "parse_args",
+          "tests/cli/test_mistakes.py::test_options_and_changes_may_stand_in_any_order"),
+    Break(11, CLI, "except BrokenPipeError:  #", "except ZeroDivisionError:  #",
+          "tests/cli/test_mistakes.py::test_a_reader_that_leaves_is_no_error"),
+    Break(11, CLI, "except KeyboardInterrupt:", "except ZeroDivisionError:",
+          "tests/cli/test_mistakes.py::test_an_interrupt_while_a_command_is_imported_is_quiet"),
+    Break(11, RECIPE, "and not value >= least:", "and False:",
+          L + "test_mistakes_get_one_clear_line"),
+]  # fmt: skip
+
+
+def caught(one: Break, copy: Path) -> bool:
+    """Whether the test fails on the copy with the guard taken out."""
+    path = copy / one.file
+    text = path.read_text()
+    if text.count(one.guard) != 1:
+        raise SystemExit(f"{one.file}: {one.guard!r} stands there {text.count(one.guard)} times")
+    path.write_text(text.replace(one.guard, one.broken))
+    try:
+        child = os.fork()
+        if child == 0:
+            os.chdir(copy)
+            os.environ["PYTHONPATH"] = f"{copy / 'src'}:{copy}"
+            sys.path[:0] = [str(copy / "src"), str(copy)]
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            os._exit(int(_pytest(["-x", "-q", "-p", "no:cacheprovider", one.test])))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        path.write_text(text)
+    if code not in (0, 1):
+        raise SystemExit(f"{one.test}: pytest ended with {code}, so nothing is shown")
+    return code == 1
+
+
+def _pytest(line: list[str]) -> int:
+    import pytest
+
+    return pytest.main(line)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--point", type=int, nargs="+", help="only those of these points")
+    given = parser.parse_args()
+    import pytest  # noqa: F401  (imported once, then forked)
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    chosen = [one for one in BREAKS if given.point is None or one.point in given.point]
+    missed = 0
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "tree"
+        skipped = shutil.ignore_patterns(".git", ".venv", "runs", "site", "__pycache__", ".*cache")
+        shutil.copytree(ROOT, copy, ignore=skipped)
+        for one in chosen:
+            good = caught(one, copy)
+            missed += not good
+            said = "noticed by" if good else "NOT NOTICED by"
+            what = f"point {one.point}: without {one.guard.strip()[:50]!r}"
+            print(f"{what}: {said} {one.test}", flush=True)
+    print(f"{len(chosen)} guards taken out, one at a time: {missed} not noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
