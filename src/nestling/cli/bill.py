@@ -59,7 +59,7 @@ def _address(name: str, package: Distribution) -> str:
 
 
 def _component(name: str, package: Distribution, kind: str = "library") -> dict[str, Any]:
-    facts = package.metadata
+    facts: Any = package.metadata
     address = _address(name, package)
     made = {"type": kind, "bom-ref": address, "name": name, "version": package.version}
     stated = facts.get("License-Expression") or facts.get("License")
