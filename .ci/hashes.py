@@ -7,9 +7,9 @@
 
 pip takes no hashes for an editable install, so constraints.txt itself stays without them: the
 packages are installed by hash first, then the package. Every file of a version that the index
-offers for Python 3.11 is listed, for all systems. torch is also listed with the wheel for CPUs alone
-(2.13.0+cpu), which comes from an index of its own and needs none of NVIDIA's packages: without
-`--no-deps` the wheel on PyPI asks for those, and they are not pinned here.
+offers for Python 3.11 is listed, for all systems. torch is also listed with the wheel for CPUs
+alone (2.13.0+cpu), which comes from an index of its own and needs none of NVIDIA's packages: those
+that the wheel on PyPI asks for are not pinned here.
 """
 
 from __future__ import annotations
