@@ -7,9 +7,9 @@
 
 pip takes no hashes for an editable install, so constraints.txt itself stays without them: the
 packages are installed by hash first, then the package. Every file of a version that the index
-offers for Python 3.11 is listed, for all systems. torch is also listed with the wheel for CPUs
-alone (2.13.0+cpu), which comes from an index of its own and needs none of NVIDIA's packages: those
-that the wheel on PyPI asks for are not pinned here.
+offers for Python 3.11 is listed, for all systems. On Linux torch is the wheel for CPUs (2.13.0+cpu)
+alone, from FOLDER or from `--extra-index-url https://download.pytorch.org/whl/cpu`: the one on PyPI
+asks for NVIDIA's packages, which are not pinned here, and pip would prefer it if both were listed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def hashes(text: str) -> dict[str, set[str]]:
     for line in text.splitlines():
         if match := re.match(r"([A-Za-z0-9._-]+)==", line):
             name = plain(match[1])
-            found[name] = set()
         found.setdefault(name, set()).update(re.findall(r"--hash=sha256:([0-9a-f]{64})\b", line))
     return found
 
@@ -73,19 +72,23 @@ def listed(name: str, version: str) -> set[str]:
     return found
 
 
-def write(wheels: Path | None) -> str:
-    """The text of hashes.txt."""
-    lines = [HEAD]
-    for name, version in pins((ROOT / "constraints.txt").read_text()).items():
-        sums = listed(name, version)
-        for path in sorted(wheels.glob("*.whl")) if wheels else ():
-            if is_of(path.name, name, version):
-                sums.add(hashlib.sha256(path.read_bytes()).hexdigest())
-        if not sums:
-            raise SystemExit(f"the index has no file of {name}=={version}")
-        each = "".join(f" \\\n    --hash=sha256:{one}" for one in sorted(sums))
-        lines.append(f"{name}=={version}{each}\n")
-    return "".join(lines)
+def entry(name: str, version: str, wheels: Path | None) -> str:
+    """The lines of one package; a wheel of one's own with a local version stands alone on Linux."""
+    sums = listed(name, version)
+    own = [p for p in wheels.glob("*.whl") if is_of(p.name, name, version)] if wheels else []
+    local = {hashlib.sha256(path.read_bytes()).hexdigest() for path in own}
+    if not sums:
+        raise SystemExit(f"the index has no file of {name}=={version}")
+    if not local:
+        return _lines(f"{name}=={version}", sums)
+    linux = "sys_platform == 'linux'"
+    return _lines(f"{name}=={version} ; {linux}", local) + _lines(
+        f"{name}=={version} ; {linux.replace('==', '!=')}", sums
+    )
+
+
+def _lines(what: str, sums: set[str]) -> str:
+    return what + "".join(f" \\\n    --hash=sha256:{one}" for one in sorted(sums)) + "\n"
 
 
 def main() -> int:
@@ -95,7 +98,9 @@ def main() -> int:
     given = parser.parse_args()
     path = ROOT / "hashes.txt"
     if given.write:
-        path.write_text(write(given.wheels))
+        wanted = pins((ROOT / "constraints.txt").read_text())
+        entries = (entry(name, version, given.wheels) for name, version in wanted.items())
+        path.write_text(HEAD + "".join(entries))
     text = path.read_text()
     wanted, found = pins((ROOT / "constraints.txt").read_text()), pins(text)
     wrong = sorted(set(wanted.items()) ^ set(found.items()))
