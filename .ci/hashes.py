@@ -1,6 +1,6 @@
 """Hashes of the pinned packages: `hashes.txt`, made from constraints.txt and a package index.
 
-    python .ci/hashes.py --write [--wheels FOLDER]    # asks the index; FOLDER: wheels of one's own
+    python .ci/hashes.py --write [--wheels FOLDER]    # asks the index about pins that are new
     python .ci/hashes.py                              # every pin has its hashes: exit code 0
 
     pip install --require-hashes --no-deps -r hashes.txt && pip install --no-deps -e .
@@ -94,19 +94,24 @@ def _lines(what: str, sums: set[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="ask the index and write the file")
+    parser.add_argument("--anew", action="store_true", help="ask for versions already listed too")
     parser.add_argument("--wheels", type=Path, help="folder with further wheels")
     given = parser.parse_args()
     path = ROOT / "hashes.txt"
     if given.write:
-        wanted = pins((ROOT / "constraints.txt").read_text())
-        entries = (entry(name, version, given.wheels) for name, version in wanted.items())
+        old = path.read_text() if path.exists() and not given.anew else ""
+        entries = []
+        for name, version in pins((ROOT / "constraints.txt").read_text()).items():
+            own = re.escape(f"{name}=={version}")
+            kept = re.findall(rf"^{own} .*\n(?:    --hash=.*\n)+", old, re.MULTILINE)
+            entries.append("".join(kept) or entry(name, version, given.wheels))
         path.write_text(HEAD + "".join(entries))
     text = path.read_text()
     wanted, found = pins((ROOT / "constraints.txt").read_text()), pins(text)
     wrong = sorted(set(wanted.items()) ^ set(found.items()))
     wrong += [(name, "no hash") for name, sums in hashes(text).items() if name and not sums]
     print(f"{len(found)} pins, {sum(map(len, hashes(text).values()))} hashes, {len(wrong)} wrong",
-          *wrong[:5])  # fmt: skip
+          *wrong[:5], *(["(`make hashes` mends it)"] if wrong else []))  # fmt: skip
     return 1 if wrong else 0
 
 

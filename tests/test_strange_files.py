@@ -230,6 +230,7 @@ def test_a_state_is_refused_for_what_it_holds(tmp_path):
         ((torch.ones(2, 3).double(), good[1]), "not torch.float32"),
         ((torch.full((2, 3), torch.nan), good[1]), "not finite"),
         ((good[0], (torch.full((2, 5, 2), torch.inf), None)), "not finite"),
+        ((good[0], (torch.full((2, 5, 2), -1e30), None)), "beyond all use"),
         ((None, good[1]), "is missing"),
         ((good[0], (None, None)), "is missing"),
         ((good[0], good[1][0]), "is missing"),

@@ -146,9 +146,12 @@ def expect(found: Any, form: Any, where: object) -> Any:
 
 
 def check_finite(tensor: Tensor, what: object) -> None:
-    """Refuse numbers that are none."""
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise BrokenFileError(f"{what} holds a number that is not finite")
+    """Refuse numbers that are none, or so large that their squares are none."""
+    if tensor.is_floating_point():
+        exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        held = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+        if not bool(torch.linalg.vector_norm(held.detach(), dtype=exact).isfinite()):
+            raise BrokenFileError(f"{what} holds a number that is not finite, or beyond all use")
 
 
 # Writing
