@@ -294,11 +294,12 @@ def test_the_place_of_a_needle_is_uniform():
         counts = Counter(min(int(10 * depth), 9) for depth in depths)
         assert sum((counts[i] - 40) ** 2 / 40 for i in range(10)) < 27.9, task
     drawn = Counter()
-    for seed in range(400):
-        sample = one("s2", 5000, seed)
-        before = sample.text().split(" One of the special magic")[0]
-        drawn[min(int(10 * len(before) / 5000), 9)] += 1
-    assert sum((drawn[i] - 40) ** 2 / 40 for i in range(10)) < 40  # forty depths, not a line
+    for seed in range(400):  # the depth each place came from, four of the forty depths in a part
+        body = one("s2", 5000, seed).text().split("\n")[1]
+        count, at = body.count("This"), body.split("One of the special magic")[0].count("This")
+        (depth,) = (d for d in ruler.DEPTHS if count * d // 100 == at)
+        drawn[ruler.DEPTHS.index(depth) // 4] += 1
+    assert sum((drawn[i] - 40) ** 2 / 40 for i in range(10)) < 27.9
 
 
 def test_the_facts_of_a_story_are_uniform():
