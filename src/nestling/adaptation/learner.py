@@ -37,7 +37,7 @@ from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelSt
 from nestling.continuum import fast as differences
 from nestling.continuum.engine import check_move, move
 from nestling.continuum.fast import Reading, cut, weight_of
-from nestling.levels import LevelUpdate
+from nestling.levels import LevelUpdate, boundaries
 from nestling.losses import pair_losses, windowed_losses
 
 __all__ = ["Learner", "Report", "Text", "passes_for"]
@@ -315,11 +315,12 @@ class Learner:
 
     def finish_pass(self, report: Report | None = None) -> None:
         """Learn what waits for its chunk to be full, and be ready for another text or pass."""
-        waiting = self.state.tokens.shape[1]
-        active = [int(level.chunk) for level in self.levels if level.active]
-        if waiting > 1 and active:
-            chunk, done = min(active), int(self.state.start[0])
-            filler = self.state.tokens[:, -1:].expand(1, chunk - done % chunk + 1 - waiting).clone()
+        waiting, start = self.state.tokens.shape[1], int(self.state.start[0])
+        fastest = min((lv for lv in self.levels if lv.active), key=_chunk, default=None)
+        end = None if fastest is None else fastest.next_due(start)
+        if waiting > 1 and end is not None:
+            missing = end - start + 1 - waiting
+            filler = self.state.tokens[:, -1:].expand(1, missing).clone()
             nothing = torch.zeros_like(filler, dtype=torch.bool)
             if filler.shape[1]:
                 out = self.continuum(filler, self.state, learn=nothing, keep_logits=False)
@@ -410,7 +411,8 @@ class Learner:
         steps = [step]
         if self._move_share is not None:
             steps += [int(self.levels[n].chunk) for n in self._moving]
-        return min(each - (read - 1) % each if read else each + 1 for each in steps)
+        done = max(read - 1, 0)
+        return min(boundaries(done, done + each, each)[0] for each in steps) + 1 - read
 
     def _learn_piece(self, ids: Tensor, report: Report) -> None:
         out = self.continuum(ids[None].to(self.device), self.state, keep_logits=False)

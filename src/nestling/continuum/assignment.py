@@ -50,6 +50,16 @@ def own_slots(model: nn.Module) -> tuple[Slot, ...]:
     For models with `Chain` (Eq. 70) or `Parallel` (Eq. 74) channels: level l owns every matrix of
     the l-th MLP of every block.
     """
+    slots = _own(model)
+    if not slots:
+        raise ValueError(
+            f"model: {type(model).__name__} has no continuum memory of its own (channel='cms');"
+            " name the slots"
+        )
+    return slots
+
+
+def _own(model: nn.Module) -> tuple[Slot, ...]:
     slots = []
     for path, module in model.named_modules():
         if isinstance(module, Chain | Parallel):
@@ -58,11 +68,6 @@ def own_slots(model: nn.Module) -> tuple[Slot, ...]:
                     if parameter.dim() == 2:
                         full = ".".join(filter(None, (path, "mlps", str(level), name)))
                         slots.append(Slot(full, (Part(level),)))
-    if not slots:
-        raise ValueError(
-            f"model: {type(model).__name__} has no continuum memory of its own (channel='cms');"
-            " name the slots"
-        )
     return tuple(slots)
 
 
@@ -140,8 +145,11 @@ def level_parts(
 def level_names(
     model: nn.Module, levels: Sequence[Level], slots: Sequence[Slot] | None = None
 ) -> dict[str, str]:
-    """The level's name for every parameter that is a slot (of the model's own, by default)."""
-    owners = _whole_owners(own_slots(model) if slots is None else slots)
+    """The level's name for every parameter that is a slot; by default of the model's own memory.
+
+    A model without one has no such parameter.
+    """
+    owners = _whole_owners(_own(model) if slots is None else slots)
     return {name: levels[level].name for name, level in owners.items()}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nestling.levels import due
 from nestling.optim.inputs import Capture
 from nestling.optim.shell import require
 from nestling.rules.retaining import retain_inputs, retaining
@@ -71,7 +72,7 @@ class Retaining(Optimizer):
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._collect(weight)
-            if group["position"] % group["chunk"] == 0:
+            if due(group["position"], group["chunk"]):
                 self._release(group)
         return loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from nestling import optim
+from nestling.continuum import level_names
 from nestling.levels import Level
 from nestling.train.recipe import Optim
 
-__all__ = ["OPTIMIZERS", "build", "by_level", "level_of"]
+__all__ = ["OPTIMIZERS", "build", "by_level", "places"]
 
-_LEVEL = re.compile(r"\.channel\.mlps\.(\d+)\.")
 Maker = Callable[..., torch.optim.Optimizer]
 
 
@@ -55,17 +54,18 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Iterable[Any]], Maker]] = {
 def by_level(model: Any) -> dict[str, list[tuple[str, Tensor]]]:
     """A model's trainable parameters by place: each continuum level by name, and the rest."""
     found: dict[str, list[tuple[str, Tensor]]] = {}
+    place = places(model)
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            found.setdefault(level_of(model, name), []).append((name, weight))
+            found.setdefault(place[name], []).append((name, weight))
     return found
 
 
-def level_of(model: Any, name: str) -> str:
-    """The continuum level a parameter belongs to, `mixer`, or `rest`."""
-    if match := _LEVEL.search(name):
-        return str(model.config.level_list[int(match[1])].name)
-    return "mixer" if ".mixer." in name else "rest"
+def places(model: Any) -> dict[str, str]:
+    """For every parameter the continuum level it belongs to, `mixer`, or `rest`."""
+    named = [name for name, _ in model.named_parameters()]
+    others = {name: "mixer" if ".mixer." in name else "rest" for name in named}
+    return others | level_names(model, model.config.level_list)
 
 
 def build(settings: Optim, model: Any) -> torch.optim.Optimizer:

@@ -17,7 +17,7 @@ from nestling.losses import IGNORE, pair_losses
 from nestling.models.cache import MemoryCache
 from nestling.train.batches import Batch
 from nestling.train.distributed import World
-from nestling.train.optimizers import level_of
+from nestling.train.optimizers import places
 from nestling.train.recipe import Run
 from nestling.tree import state_detach, tree_map
 
@@ -163,22 +163,23 @@ def level_norms(model: Any, world: World) -> dict[str, float]:
 
     The squares are summed where the gradients are; one transfer brings them to the host.
     """
-    places: list[tuple[str, bool]] = []  # of each gradient: its level, and whether it is cut
+    place = places(model)
+    found: list[tuple[str, bool]] = []  # of each gradient: its level, and whether it is cut
     squares: list[Tensor] = []
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             cut = hasattr(weight.grad, "device_mesh")
             local = weight.grad.to_local() if cut else weight.grad
-            places.append((level_of(model, name), cut))
+            found.append((place[name], cut))
             squares.append(local.detach().float().square().sum())
     sums: dict[tuple[str, bool], float] = {}
-    for place, square in zip(places, torch.stack(squares).tolist() if squares else []):
-        sums[place] = sums.get(place, 0.0) + square
-    cut_places = sorted({place for place in places if place[1]})
-    if cut_places:
-        totals = world.sum(*(sums[place] for place in cut_places))
-        sums |= dict(zip(cut_places, totals, strict=True))
-    levels = dict.fromkeys(where for where, _ in places)
+    for key, square in zip(found, torch.stack(squares).tolist() if squares else []):
+        sums[key] = sums.get(key, 0.0) + square
+    shared = sorted({key for key in found if key[1]})
+    if shared:
+        totals = world.sum(*(sums[key] for key in shared))
+        sums |= dict(zip(shared, totals, strict=True))
+    levels = dict.fromkeys(where for where, _ in found)
     return {
         where: math.sqrt(sums.get((where, False), 0.0) + sums.get((where, True), 0.0))
         for where in levels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from nestling.levels import rank
+from nestling.levels import multiple, rank
 from nestling.paper.nested.problem import Problem
 
 __all__ = ["orders_of", "sort_levels"]
@@ -101,7 +101,7 @@ def _reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
 
 
 def _check_multiple(slow: Problem, fast: Problem) -> None:
-    if math.inf not in (slow.chunk, fast.chunk) and slow.chunk % fast.chunk:
+    if math.inf not in (slow.chunk, fast.chunk) and not multiple(slow.chunk, fast.chunk):
         raise ValueError(
             f"{slow.name!r} (chunk {slow.chunk}) takes its gradient through updates of"
             f" {fast.name!r} (chunk {fast.chunk}): the slower chunk must be a"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nestling.levels import Level, due
+from nestling.levels import Level, due, multiple
 from nestling.paper.nested.solve import Solver, proximal_step
 from nestling.paper.nested.transfer import Parameters, Start, Transfer
 from nestling.rules import Gates
@@ -108,7 +108,7 @@ class Problem:
         if len(set(sources)) < len(sources):
             raise ValueError(f"problem {self.name!r} reads a source twice: {sources}")
         every = self.start.every if self.start else math.inf
-        if math.inf not in (self.chunk, every) and every % self.chunk:
+        if math.inf not in (self.chunk, every) and not multiple(every, self.chunk):
             raise ValueError(
                 f"problem {self.name!r}: its context of {every} items must be a whole number of"
                 f" chunks of {self.chunk}"

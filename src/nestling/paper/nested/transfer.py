@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nestling.levels import due
+
 if TYPE_CHECKING:
     from nestling.paper.nested.problem import View
 
@@ -102,7 +104,7 @@ class Start:
 
     def due(self, position: int) -> bool:
         """True when item `position` (counted from 1) is the first of a context."""
-        return position == 1 if self.every == math.inf else (position - 1) % int(self.every) == 0
+        return position == 1 or due(position - 1, self.every)
 
 
 def initialisation(source: str, *, every: int | float = 1) -> Start:
