@@ -1,1 +1,1 @@
-"""Continual learning, measured: streams, methods behind one interface, metrics, a study."""
+"""Class after class: bases and their features, learners, metrics, two studies."""

@@ -16,6 +16,7 @@ PAGES = {
     "older.recall": ["recall.md"],
     "adapt": ["adapt.md", "adapt_smollm2.md"],
     "optim": ["optim.md"],
+    "languages": ["languages.md"],
 }
 
 
@@ -40,23 +41,10 @@ def test_stored_runs_make_the_page(study, out, tmp_path):
         same(out, [f"{PAGES[study][0][:-3]}.json"])
 
 
-def test_stored_runs_make_the_pages_of_continual_learning(out, tmp_path):
-    names = ["continual.md", "languages.md", *(p.name for p in out.glob("continual_*.svg"))]
-    for name in names:
-        (out / name).unlink()
-    command = ["continual", "page", "--out", str(out), "--cache", str(tmp_path / "runs")]
-    assert main(command) == 0
-    same(out, [*names, "continual.json", "languages.json"])
-
-
-QUICK = {"continual": ["banking77", "--method", "lda", "--seeds", "1"], "queue": ["lm"]}
-
-
 @pytest.mark.parametrize("study", sorted({*STUDIES} - {"queue", "pretrained"}))
 def test_every_study_runs_in_quick(study, shared_data, tmp_path, capsys):
-    runs = "--cache" if study == "continual" else "--runs"
-    command = [study, *QUICK.get(study, []), "--quick", "--data", str(shared_data)]
-    command += ["--out", str(tmp_path / "out"), runs, str(tmp_path / "runs")]
+    command = [study, "--quick", "--data", str(shared_data)]
+    command += ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     assert main(command) == 0, capsys.readouterr().err
     assert list((tmp_path / "out").glob("*.md"))
 

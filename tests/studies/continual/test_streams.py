@@ -1,11 +1,9 @@
-"""Streams: sizes, splits that do not overlap, class orders; features from the cache."""
+"""Streams: sizes, splits that do not overlap, class orders."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from studies.continual.features import Encoded, Features, encode, features_of
 from studies.continual.streams import (
     STREAMS,
     Dataset,
@@ -73,36 +71,3 @@ def test_wrong_names_and_folders_are_named(tmp_path):
         load("clinc", tmp_path)
     with pytest.raises(FileNotFoundError, match="--data names the folder"):
         load("clinc150", tmp_path)
-
-
-def test_features_do_not_depend_on_company_and_are_kept(base, tmp_path):
-    dataset = made_up()
-    told: list[tuple[int, int]] = []
-    made = features_of(base, dataset, tmp_path, progress=lambda *counts: told.append(counts))
-    assert len(dataset.test.texts) in [texts for texts, _ in told]
-    assert told[0][1] > 0
-    alone = encode(base, dataset.test.texts[:1])
-    assert torch.allclose(made.test.x[:1], alone, atol=1e-5)
-    (file,) = (tmp_path / "features").glob("*.safetensors")
-    stamp = file.stat().st_mtime_ns
-    told.clear()
-    again = features_of(base, dataset, tmp_path, progress=lambda *counts: told.append(counts))
-    assert not told, "what is kept is not read again"
-    assert torch.equal(again.train.x, made.train.x)
-    assert file.stat().st_mtime_ns == stamp
-    assert made.labels.shape == (4, 16)
-
-
-def test_last_token_pooling_is_the_models_own_hidden_state(base):
-    """Above the cut, the adapted part of the last token is exactly the language model."""
-    from studies.continual.top import make_top
-
-    text = "an owl at night"
-    x = encode(base, [text], pool="last")
-    ids = base.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    with torch.no_grad():
-        expected = base.model.model(input_ids=ids).last_hidden_state[:, -1]
-        empty = Encoded(x=x[:0], y=torch.zeros(0, dtype=torch.long))
-        given = Features(train=empty, valid=empty, test=empty, labels=torch.zeros(2, 16))
-        top = make_top(base, given)
-        assert torch.allclose(top.hidden(x), expected, atol=1e-5)

@@ -1,141 +1,185 @@
-"""The study: tuning sees the validation split only, runs are kept, the page says what was found."""
+"""The study of classes: every arm learns, what must remember does, tuning and the page."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
+import torch
 
-from studies.continual.page import compare, summary, write_page
-from studies.continual.streams import Dataset, Split
-from studies.continual.study import TUNING_SEED, Plan, Study, packed
-from studies.harness.store import Store
-from studies.harness.verdict import Interval, verdict
+from studies.continual import metrics
+from studies.continual.study import ARMS, OTHER, Shape, accuracies, build, make_study, run_stream
+from studies.harness.study import Cell, Job
+from studies.harness.tuning import same_number
 
-PLAN = Plan(rows=4, prompt_sample=4)
+TASKS = ((0, 1), (2, 3), (4, 5))
+SHAPE = Shape(6, 16, 120)
+
+
+def clouds(each: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Six classes in twelve places of width 16."""
+    centres = torch.randn(6, 12, 16, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(6).repeat_interleave(each)
+    noise = torch.randn(len(y), 12, 16, generator=torch.Generator().manual_seed(seed))
+    return centres[y] + noise, y
 
 
 @pytest.fixture(scope="module")
-def dataset() -> Dataset:
-    def split(each: int, word: str) -> Split:
-        pairs = [(f"{name} {word} {i}", c) for c, name in enumerate("abcd") for i in range(each)]
-        return Split(texts=tuple(t for t, _ in pairs), labels=tuple(c for _, c in pairs))
-
-    return Dataset(
-        name="letters",
-        classes=("a one", "b two", "c three", "d four"),
-        tasks=2,
-        train=split(6, "x"),
-        valid=split(3, "y"),
-        test=split(3, "z"),
-    )
+def results() -> dict[str, list[list[float]]]:
+    """The matrix of every arm at a fair setting."""
+    train, test = clouds(40, 1), clouds(40, 2)
+    made = {}
+    for name, arm in ARMS.items():
+        settings = ARMS[arm.like or name].settings
+        learner = build(name, SHAPE, settings[2], 3)
+        made[name], seconds = run_stream(learner, train, test, TASKS)
+        assert seconds > 0
+        assert learner.stored() > 0
+    return made
 
 
-def test_a_study_is_resumed_not_repeated(transformer, dataset, tmp_path, monkeypatch):
-    store = Store(tmp_path / "results", study="continual")
-    study = Study(transformer, dataset, tmp_path, store, PLAN)
-    found = [study.run(method, seed) for seed in (0, 1) for method in ("lda", "sequential")]
-    files = sorted((tmp_path / "results").rglob("*.json"))
-    assert len([f for f in files if f.name.startswith("tuning")]) == 10 + 10
-    again = Study(transformer, dataset, tmp_path, store, PLAN)
-    monkeypatch.setattr(again, "_run", lambda *_: pytest.fail("ran again"))
-    assert [again.run(m, s) for s in (0, 1) for m in ("lda", "sequential")] == found
-    assert "sequential" in summary(found)
+def test_every_arm_learns(results):
+    for name, matrix in results.items():
+        assert metrics.average_accuracy(matrix) > 0.3, name  # chance is 1/6
+        assert matrix[0][0] > 0.9, name
 
 
-def test_tuning_never_sees_the_test_split(transformer, dataset, tmp_path, monkeypatch):
-    study = Study(
-        transformer, dataset, tmp_path, Store(tmp_path / "results", study="continual"), PLAN
-    )
+def test_closed_forms_remember_and_gradients_forget(results):
+    end = {name: metrics.average_accuracy(matrix) for name, matrix in results.items()}
+    for name in ("ours", "together", "klda", "ranpac", "lda", "mean", "joint", "replay_20"):
+        assert end[name] > 0.9, name
+    assert end["sequential"] < end["replay_20"]
+    assert metrics.forgetting(results["ours"]) < metrics.forgetting(results["sequential"])
+
+
+def test_shuffled_labels_give_chance():
+    x, y = clouds(40, 1)
+    mixed = y[torch.randperm(len(y), generator=torch.Generator().manual_seed(4))]
+    learner = build("ours", SHAPE, ARMS["ours"].settings[0], 3)
+    matrix, _ = run_stream(learner, (x, mixed), clouds(40, 2), TASKS)
+    assert metrics.average_accuracy(matrix) < 0.35
+
+
+def test_elastic_weights_that_cannot_move_stay():
+    """EWC with an endless strength keeps the weights of the first task."""
+    train = clouds(40, 1)
+    learner = build("ewc", SHAPE, {"rate": 1e-3, "strength": 0.0}, 3)
+    stiff = build("ewc", SHAPE, {"rate": 1e-3, "strength": 1e9}, 3)
+    for each in (learner, stiff):
+        each.learn(train[0][:80], train[1][:80])
+    start = [p.detach().clone() for p in stiff.network.parameters()]
+    for each in (learner, stiff):
+        each.learn(train[0][80:160], train[1][80:160])
+
+    def moved(each):
+        pairs = zip(each.network.parameters(), start, each.fisher, strict=True)
+        return sum(float(((p - s).abs() * (f > 1e-6)).sum()) for p, s, f in pairs)
+
+    assert moved(stiff) < 0.2 * moved(learner)
+
+
+def test_what_a_task_taught_an_adapter_never_changes():
+    x, y = clouds(40, 1)
+    learner = build("lora", SHAPE, {"rate": 1e-3, "rank": 4}, 3)
+    learner.learn(x[:80], y[:80])
+    before = learner.scores(x)[:, :2]
+    learner.learn(x[80:160], y[80:160])
+    assert torch.equal(learner.scores(x)[:, :2], before)
+    assert (learner.scores(x)[:, 4:] == -torch.inf).all()
+
+
+def test_learners_are_shown_the_present_task_only():
     seen = []
-    real = study._run
 
-    def watch(method, setting, seed, split):
-        seen.append((seed, split))
-        return real(method, setting, seed, split)
+    class Watching:
+        joint = False
 
-    monkeypatch.setattr(study, "_run", watch)
-    study.run("ewc", 0)
-    assert seen[-1] == (0, "test")
-    assert set(seen[:-1]) == {(TUNING_SEED, "valid")}
-    with pytest.raises(ValueError, match="tuning seed"):
-        study.run("ewc", TUNING_SEED)
+        def learn(self, x, y):
+            seen.append(set(y.tolist()))
 
+        def scores(self, x):
+            return torch.zeros(len(x), 6)
 
-def test_tuning_looks_around_the_best_two(transformer, dataset, tmp_path, monkeypatch):
-    """A close second may gain more from what is tried next: it is not dropped at once."""
-    study = Study(
-        transformer, dataset, tmp_path, Store(tmp_path / "results", study="continual"), PLAN
-    )
-    seen = []
-
-    def score(method, setting):
-        seen.append(setting)
-        first = {(0.003, 0.0): 0.44, (0.01, 1e-4): 0.43}.get((setting["lr"], setting["adam"]), 0.1)
-        gain = 0.2 if setting["adam"] and setting["epochs"] > 1 else 0.0
-        return first + gain if setting["loss"] == "present" else 0.0
-
-    monkeypatch.setattr(study, "_try", score)
-    chosen = study.setting("sequential")
-    assert chosen["adam"] == 1e-4
-    assert chosen["epochs"] > 1
-    assert len({str(setting) for setting in seen}) == 10
+    run_stream(Watching(), clouds(4, 1), clouds(4, 2), TASKS)
+    assert seen == [{0, 1}, {2, 3}, {4, 5}]
+    with pytest.raises(ValueError, match="task 0 has no training examples"):
+        run_stream(Watching(), clouds(4, 1), clouds(4, 2), ((7,),))
 
 
-def made_up(method: str, seed: int, last: float) -> dict:
+def test_accuracies_by_hand():
+    scores = torch.tensor([[3.0, 2, 1], [1, 2, 3], [3, 1, 2]])
+    y = torch.tensor([0, 1, 2])
+    tasks = ((0,), (1,), (2,))
+    assert accuracies(scores, y, tasks, (0, 1)) == [1.0, 1.0, 0.0]
+    assert accuracies(scores, y, tasks, (0, 1, 2)) == [1.0, 0.0, 0.0]
+
+
+def test_settings_come_from_another_stream_and_every_arm_has_as_many():
+    study = make_study(False)
+    assert same_number({n: arm.settings for n, arm in ARMS.items() if not arm.like}) == 6
+    for task in study.tasks:
+        for arm in study.arms:
+            trials = study.trials(task, arm)
+            assert {job.task for job in trials} == {OTHER[task]} != {task}
+            assert {job.seed for job in trials}.isdisjoint(study.seeds)
+
+
+def test_trials_never_see_the_test_split(tmp_path, monkeypatch):
+    from studies.continual import study as module
+    from studies.continual.streams import Dataset, Split
+    from studies.harness.study import Context
+
+    splits = {
+        name: Split(texts=tuple(f"{name} {i}" for i in range(12)), labels=tuple([*range(6)] * 2))
+        for name in ("train", "valid", "test")
+    }
+    stream = Dataset(name="x", classes=tuple("abcdef"), tasks=3, **splits)
+    asked: list[str] = []
+
+    class Fake:
+        def features(self, texts, folder):
+            asked.extend(texts)
+            return torch.randn(len(texts), 12, 16)
+
+    monkeypatch.setattr(module, "load", lambda *_: stream)
+    monkeypatch.setattr(module, "load_base", lambda *_: Fake())
+    context = Context(tmp_path, tmp_path, tmp_path / "a" / "models")
+    fixed = module.Fixed(width_of_random_units=20)
+    for trial, split in ((True, "valid"), (False, "test")):
+        asked.clear()
+        job = Job(f"x{trial}", "lda", {"shrink": 0.1}, 1, trial)
+        run = module.make(job, context, fixed, False)
+        assert {text.split()[0] for text in asked} == {"train", split}
+        assert ("matrix" in run) != trial
+
+
+def made_up(arm: str, seed: int, accuracy: float) -> dict:
     return {
-        "facts": {
-            "base": "b", "stream": "s", "readout": "head", "classes": 4, "examples": 9,
-            "method": method, "setting": {"lr": 0.1}, "seed": seed,
-        },
-        "matrix": [[0.9, 0.0], [last, 0.8]],
-        "untrained": [0.25, 0.25],
+        "task": "banking77", "arm": arm, "seed": seed, "setting": {}, "accuracy": accuracy,
+        "forgetting": 1 - accuracy, "learned": 1.0, "matrix": [[accuracy]], "parameters": 10,
         "seconds": 1.0,
-        "passes": 10,
-        "stored": 100,
     }  # fmt: skip
 
 
-def test_the_page_states_verdicts(tmp_path):
-    store = Store(
-        tmp_path / "results", copy=tmp_path / "docs" / "continual.json", study="continual"
-    )
-    for seed in range(3):
-        for method, last in (("cms-4", 0.7), ("sequential", 0.1), ("ewc", 0.7), ("lda", 0.9)):
-            store.put(f"{method}/seed{seed}-x", made_up(method, seed, last + 0.01 * seed))
-    for seed in range(2):
-        store.put(f"lora/seed{seed}-x", made_up("lora", seed, 0.2))
-    text = write_page(store, tmp_path / "docs").read_text()
-    line = {r.split("|")[1].strip(): r for r in text.splitlines() if r.startswith("| CMS beats")}
-    assert line["CMS beats sequential fine-tuning"].count("**shown**") == 3
-    assert line["CMS beats EWC"].count("**inconclusive**") == 3
-    assert line["CMS beats frozen features + LDA"].count("**refuted**") == 3
-    assert "CMS beats experience replay" not in line  # was not run
-    assert "unfinished: 2 seeds" in line["CMS beats LoRA"]
-    assert list((tmp_path / "docs").glob("*.svg"))
-    assert len(store.gather(packed)) == 14
-    lost = Store(
-        tmp_path / "nowhere", copy=store.copy, study="continual"
-    )  # the runs are gone, their copy is not
-    assert write_page(lost, tmp_path / "again").read_text() == text
+def test_the_page_states_verdicts_and_goals(tmp_path):
+    study = make_study(False)
+    runs = {}
+    for seed in study.seeds:
+        for arm, accuracy in (("ours", 0.94), ("klda", 0.92), ("ranpac", 0.95), ("joint", 0.945)):
+            key = f"run/banking77/{arm}/{seed}"
+            runs[key] = made_up(arm, seed, accuracy + 0.001 * (seed % 2) * (arm == "ours"))
+    text = study.page(study, runs).write(tmp_path, "p").read_text()
+    rows = {
+        line.split(" | ")[0]: line.split(" | ")[2] for line in text.splitlines() if "**" in line
+    }
+    assert "**shown** +2" in rows["| ahead of KLDA"]
+    assert "**refuted**" in rows["| ahead of RanPAC"]
+    assert "**shown**" in rows["| within one point of joint training"]
+    assert "**reached** 94.0 (goal 93.5)" in rows["| goal"]
+    assert "**Unfinished**" in text
+    assert len(text.splitlines()) <= 150
+    assert (tmp_path / "p.svg").read_text().count("accuracy %, ") == 3
 
 
-def test_verdicts():
-    assert verdict(Interval(0.1, 0.05)) == "shown"
-    assert verdict(Interval(0.1, 0.05), higher=False) == "refuted"
-    assert verdict(Interval(0.1, 0.2)) == "inconclusive"
-    assert verdict(Interval(0.1, math.nan)) == "inconclusive"
-    with pytest.raises(ValueError, match="no seed"):
-        compare({0: made_up("a", 0, 0.1)}, {1: made_up("b", 1, 0.1)}, "accuracy")
-
-
-def test_an_empty_store_has_no_page(tmp_path):
-    assert write_page(Store(tmp_path, study="continual"), tmp_path) is None
-
-
-def test_the_copy_of_a_trial_is_short():
-    trial = made_up("ewc", TUNING_SEED, 0.5)
-    assert packed(trial)["matrix"] == [[0.5, 0.8]]
-    assert packed(made_up("ewc", 10, 0.5))["matrix"] == [[0.9, 0.0], [0.5, 0.8]]
-    trial["facts"]["base"] = "transformer-quick"
-    assert packed(trial) is None
+def test_unknown_arms_are_named():
+    with pytest.raises(ValueError, match="unknown arm 'kldb'"):
+        build("kldb", SHAPE, {}, 0)
+    assert Cell({}).values("accuracy") == {}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
-from studies.continual.base import Base
-from studies.continual.languages import LEARNERS, Problem, packed, run_all, tables, write_page
-from studies.continual.translation import (
+from nestling.train.recipe import Data, Model, Recipe, Run
+from studies.__main__ import main
+from studies.harness.store import Store
+from studies.languages.base import Base, load_base, recipe
+from studies.languages.study import LEARNERS, Problem, packed, run_all, tables, write_page
+from studies.languages.translation import (
     Language,
     chrf,
     cipher,
@@ -19,8 +23,7 @@ from studies.continual.translation import (
     manchu,
     word_tokenizer,
 )
-from studies.continual.translator import Translator, levels_of
-from studies.harness.store import Store
+from studies.languages.translator import Translator, levels_of
 
 
 def test_kalamang_and_indonesian(shared_data):
@@ -110,12 +113,12 @@ def test_levels_learn_by_their_clock_or_by_a_smaller_rate():
     assert moved((1, 4), by_rate=True)[1] < 0.6e-3
 
 
-def test_every_learner_gets_as_many_trials(transformer):
+def test_every_learner_gets_as_many_trials():
     pair = cipher("A", 0, train=2, test=1), cipher("B", 1, train=2, test=1)
     for rates in ((0.1,), (0.1, 0.2, 0.3, 0.4)):
         problem = Problem(
             name="x",
-            base=("x", lambda: transformer),
+            base=("x", lambda: None),
             languages=pair,
             epochs=1,
             rows=1,
@@ -136,9 +139,11 @@ def test_a_prompt_holds_whole_pairs():
     assert made.fitting(pairs, 27) == pairs
 
 
-def test_a_model_without_a_continuum_is_refused(transformer):
+def test_a_model_without_a_continuum_is_refused():
+    model = NestlingForCausalLM(presets.tiny("transformer", num_hidden_layers=1))
+    base = Base(name="m", model=model, tokenizer=byte_tokenizer())
     with pytest.raises(ValueError, match="continuum memory"):
-        Translator(transformer, (1, 2), lr=1e-3)
+        Translator(base, (1, 2), lr=1e-3)
 
 
 def test_a_translator_learns_a_pair_by_heart():
@@ -168,7 +173,7 @@ def test_the_quick_study_is_stored(tmp_path, monkeypatch):
     store = Store(tmp_path, study="languages")
     run_all(tmp_path, tmp_path, store, seeds=1, quick=True, say=said.append)
     assert len(list(store.named("seed"))) == len(LEARNERS) == len(said)
-    monkeypatch.setattr("studies.continual.languages._words", pytest.fail)  # not needed
+    monkeypatch.setattr("studies.languages.study._words", pytest.fail)  # not needed
     run_all(tmp_path, tmp_path, store, seeds=1, quick=True)
     text = "\n".join(tables(store, quick=True))
     assert "enciphered, quick: A then B | hope-2" in text
@@ -209,3 +214,53 @@ def test_the_word_tokenizer_knows_every_word():
         ids = tokenizer(line, add_special_tokens=False).input_ids
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == f"{sentence} = {english} \n"
+
+
+def test_a_half_trained_base_goes_on_however_its_data_is_spelled(
+    shared_data, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(shared_data.parent)
+    plain = recipe(Path(shared_data.name), tmp_path)
+    assert plain == recipe(shared_data.resolve(), tmp_path)
+
+
+def test_a_base_killed_while_it_was_exported_is_made_whole(tmp_path):
+    """Whatever an export left behind, the next start ends with the same model."""
+    plan = Recipe(
+        model=Model(preset="tiny", mixer="hope", fields={"num_hidden_layers": 1}),
+        data=Data(
+            train=("builtin:20",),
+            valid=("builtin:300-302",),
+            length=64,
+            cache=str(tmp_path / "corpora"),
+        ),
+        run=Run(steps=4, rows=4, eval_every=4, save_every=4, keep=1),
+    )
+    made = load_base(plan, tmp_path / "base").model
+    first = [weight.detach().clone() for weight in made.parameters()]
+    del made  # its weights are read from the file that is harmed below
+    folder = tmp_path / "base" / "model"
+    wanted = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "kept.json"}
+    weights = next(folder.glob("*.safetensors"))
+    for harm in ("cut", "gone", "unsealed"):
+        if harm in ("cut", "gone"):
+            begin = weights.read_bytes()[:100]
+            weights.unlink()
+            if harm == "cut":
+                weights.write_bytes(begin)
+        else:
+            (folder / "kept.json").unlink()
+        again = load_base(plan, tmp_path / "base")
+        assert {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "kept.json"} == wanted
+        for one, other in zip(first, again.model.parameters(), strict=True):
+            assert torch.equal(one, other), harm
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--seeds", "0"], "--seeds must be at least 1"), (["--report"], "no finished runs yet")],
+)
+def test_mistakes_end_in_one_line(words, said, capsys, tmp_path):
+    places = ["--out", str(tmp_path), "--runs", str(tmp_path)]
+    assert main(["languages", *words, *places]) == 2
+    assert said in capsys.readouterr().err

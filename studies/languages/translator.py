@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from nestling.continuum import Chain
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer
-from studies.continual.base import Base
-from studies.continual.translation import Language, chrf
+from studies.languages.base import Base
+from studies.languages.translation import Language, chrf
 
 __all__ = ["Translator", "levels_of"]
 

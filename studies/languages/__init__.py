@@ -1,0 +1,1 @@
+"""New languages, one after another (CTNL): Kalamang and invented ones, chrF by sacrebleu."""
