@@ -176,7 +176,7 @@ def _per_task(shape: Shape, s: Setting, seed: int) -> PerTask:
     return PerTask(width, shape.classes, **s, epochs=5, seed=seed, places=PLACES)
 
 
-FOURIER = _grid(gamma=(0.5, 1.0, 2.0), shrink=(1e-3, 1e-2))
+FOURIER = _grid(gamma=(0.25, 0.5, 1.0), shrink=(1e-3, 1e-2))
 RATES = _grid(rate=(3e-4, 1e-3, 3e-3), epochs=(3, 10))
 ARMS: dict[str, Arm] = {
     "ours": Arm(
@@ -185,7 +185,7 @@ ARMS: dict[str, Arm] = {
     "together": Arm(
         title="the same, one kernel over all places",
         build=partial(_fourier, PLACES, together=True),
-        settings=_grid(gamma=(0.125, 0.25, 0.5), shrink=(1e-3, 1e-2)),
+        settings=_grid(gamma=(0.0625, 0.125, 0.25), shrink=(1e-2, 1e-1)),
     ),
     "klda": Arm(title="KLDA", build=partial(_fourier, (LAST,)), settings=FOURIER),
     "ranpac": Arm(
