@@ -27,7 +27,7 @@ STUDIES = {
     "queue": ("studies.queue", "all of the above, job by job, several at a time"),
     "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
     "continual": ("studies.continual.study", "class after class on frozen bases (Fig. 6)"),
-    "levels": ("studies.continual.levels", "do several time scales earn their place?"),
+    "timescales": ("studies.continual.timescales", "do several time scales earn their place?"),
     "languages": ("studies.languages.study", "new languages, one after another (Fig. 8)"),
     "optim": ("studies.optim.command", "do the optimizers do what the paper says?"),
     "older.formal": ("studies.older.formal", "state tracking, Table 5, six formal languages"),

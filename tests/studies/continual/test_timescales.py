@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from studies.continual.levels import (
+from studies.continual.timescales import (
     ARMS,
     TASKS,
     Chain,

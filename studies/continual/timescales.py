@@ -1,6 +1,6 @@
 """Do several levels earn their place? One memory against several time scales, at equal size.
 
-    python -m studies levels      run what is missing, write docs/results/continual_levels.md
+    python -m studies timescales      run what is missing, write docs/results/continual_timescales.md
 
 A level is a least-squares memory (the retaining rule's sums) that halves what it holds every so
 many examples and falls back to zero where nothing was written. Levels stand in a chain: each
@@ -378,7 +378,7 @@ def make_study(quick: bool) -> Study:
     """The study; the quick one has a slice of the data and one seed."""
     protocol = Protocol(seeds=(50,), numbers=4_000) if quick else Protocol()
     return Study(
-        name="levels",
+        name="timescales",
         protocol=protocol,
         tasks=TASKS,
         arms=ARMS,
@@ -388,7 +388,7 @@ def make_study(quick: bool) -> Study:
         make=partial(make, protocol=protocol, quick=quick),
         judged="score",
         page=page,
-        page_name="continual_levels",
+        page_name="continual_timescales",
         needs=("seconds", "score"),
     )
 
