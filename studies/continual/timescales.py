@@ -1,6 +1,6 @@
 """Do several levels earn their place? One memory against several time scales, at equal size.
 
-    python -m studies timescales      run what is missing, write docs/results/continual_timescales.md
+    python -m studies timescales   run what is missing, write results/continual_timescales.md
 
 A level is a least-squares memory (the retaining rule's sums) that halves what it holds every so
 many examples and falls back to zero where nothing was written. Levels stand in a chain: each

@@ -43,12 +43,12 @@ def test_every_arm_learns(results):
         assert matrix[0][0] > 0.9, name
 
 
-def test_closed_forms_remember_and_gradients_forget(results):
+def test_closed_forms_and_replay_remember(results):
     end = {name: metrics.average_accuracy(matrix) for name, matrix in results.items()}
     for name in ("ours", "together", "klda", "ranpac", "lda", "mean", "joint", "replay_20"):
         assert end[name] > 0.9, name
-    assert end["sequential"] < end["replay_20"]
-    assert metrics.forgetting(results["ours"]) < metrics.forgetting(results["sequential"])
+    assert end["sequential"] < min(end["replay_20"], end["ours"]) - 0.05
+    assert metrics.forgetting(results["ours"]) < 0.05
 
 
 def test_shuffled_labels_give_chance():
