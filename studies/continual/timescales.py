@@ -345,9 +345,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         title="Do several levels earn their place?",
         hero="two",
         measures=[
-            Measure(
-                "score", "accuracy, mean of what stays and what moves", higher=True, share=True
-            ),
+            Measure(name="score", title="accuracy, stays and moves", higher=True, share=True),
             Measure(name="stays", title="accuracy on what stays", higher=True, share=True),
             Measure(name="moves", title="accuracy on what moves", higher=True, share=True),
         ],
