@@ -262,6 +262,37 @@ def test_training_in_low_precision_and_with_recomputation():
         assert float((grad - want[name]).norm()) < 0.1 * float(want[name].norm()) + 1e-3, name
 
 
+def nodes(tensor):
+    """The autograd nodes behind a tensor."""
+    found, left = set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return len(found)
+
+
+@pytest.mark.parametrize("learn_rates", [False, True])
+def test_second_order_computes_segments_again_with_gradient_checkpointing(learn_rates):
+    model = learner(learning="second_order", learn_rates=learn_rates).train()
+    ids, found, sizes = tokens(2), [], []
+    for recompute in (False, True):
+        model.zero_grad()
+        if recompute:
+            model.gradient_checkpointing_enable()
+        out = model(ids, labels=ids)
+        sizes.append(nodes(out.loss))
+        out.loss.backward()
+        found.append((out.loss.detach(), gradients(model), len(out.updates)))
+    assert sizes[1] < sizes[0] / 3, "a segment is one node"
+    torch.testing.assert_close(*(loss for loss, _, _ in found))
+    assert found[0][2] == found[1][2]
+    for name, grad in found[0][1].items():
+        assert grad is not None, name
+        torch.testing.assert_close(found[1][1][name], grad)
+
+
 def test_the_trainer_of_transformers_accumulates_as_one_batch(tmp_path):
     """Stock `Trainer`: two halves of a batch, of different lengths, train as the whole one."""
     from transformers import Trainer, TrainingArguments

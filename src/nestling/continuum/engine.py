@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from nestling.continuum import fast as differences
 from nestling.continuum.assignment import Slot, owned, shapes
 from nestling.continuum.fast import Factors, Fast, LiveSlot, Owned, Reading, cut, weight_of
+from nestling.continuum.layers import LevelLinear
 from nestling.continuum.natural import moments_of, natural_step
 from nestling.levels import Level, LevelUpdate, multiple
 from nestling.rules.core import Gates, Pairs, Rule, Write, identity
@@ -748,11 +749,23 @@ class Engine:
         like = self.like
         return tuple(self._empty(number, batch, like) for number in range(len(self.levels)))
 
+    def bases(self) -> list[LiveSlot]:
+        """Every slot without differences: looked up once for many segments."""
+        found = []
+        for slot in self.slots:
+            layer = self.model.get_submodule(slot.name.rpartition(".")[0])
+            weight, transposed = weight_of(self.model, slot.name)
+            found.append(LiveSlot(weight, transposed, isinstance(layer, LevelLinear), []))
+        return found
+
     def live(
-        self, levels: tuple[LevelState, ...], lifts: Sequence[Rate] | None = None
+        self,
+        levels: tuple[LevelState, ...],
+        lifts: Sequence[Rate] | None = None,
+        bases: Sequence[LiveSlot] | None = None,
     ) -> list[LiveSlot]:
         """Every slot with the differences its levels have now, each times its level's lift."""
-        found = [LiveSlot(*weight_of(self.model, slot.name), []) for slot in self.slots]
+        found = [base._replace(parts=[]) for base in bases or self.bases()]
         for number, (parts, level) in enumerate(zip(self.wiring.parts, levels, strict=True)):
             lift = 1.0 if lifts is None else lifts[number]
             for own, fast in zip(parts, level.fast, strict=True):

@@ -1,9 +1,10 @@
 """Fast weights: differences from a model's weights, kept, added up, and read with.
 
 **Reading.** Inside `with Reading(...)` every linear layer whose weight is a slot answers with `W0 +
-sum_l Delta_l`, each sequence with its own; the model is not touched. The mode belongs to the
-thread, so other threads may use the same model at the same time. A slot nobody has written to runs
-the model's own operation. When recording, each such layer's input x and output y are kept: the
+sum_l Delta_l`, each sequence with its own; the model is not touched. The layers of our own levels
+ask for it (`LevelLinear`); in other models every operation is looked at (`_Watch`). Both belong to
+the thread, so other threads may use the same model at the same time. A slot nobody has written to
+runs the model's own operation. When recording, each such layer's input x and output y are kept: the
 gradient by the weight is then `delta^T x` with `delta = dL/dy`, per sequence, and no gradient of
 the base weights is ever formed.
 
@@ -28,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from nestling.continuum.layers import NOW
 
 __all__ = [
     "Factors",
@@ -253,6 +256,7 @@ class LiveSlot(NamedTuple):
 
     weight: Tensor  # as the model stores it
     transposed: bool
+    asks: bool  # its layer is a `LevelLinear`
     parts: list[tuple[Part, Tensor | Factors]]
 
     def base(self, *, constant: bool) -> Tensor:
@@ -273,7 +277,7 @@ class Record(NamedTuple):
     y: Tensor  # what the layer returned; its last dimension is Do
 
 
-class Reading(TorchFunctionMode):
+class Reading:
     """Fast weights in place of the slots' weights, for this thread; see the module's docstring.
 
     constant: the slots' own weights get no gradient.
@@ -282,40 +286,37 @@ class Reading(TorchFunctionMode):
     def __init__(
         self, slots: Sequence[LiveSlot], batch: int, *, record: bool = False, constant: bool = True
     ) -> None:
-        super().__init__()
         self.numbers = {id(slot.weight): number for number, slot in enumerate(slots)}
-        self.turned: dict[int, tuple[Tensor, int]] = {}  # transposes of slots' weights, by id
         self.slots, self.batch = slots, batch
         self.record, self.constant = record, constant
         self.records: list[list[Record]] = [[] for _ in slots]
+        self._watch = None if all(slot.asks for slot in slots) else _Watch(self)
+        self._before: Any = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.linear and len(args) > 1 and id(args[1]) in self.numbers:
-            number = self.numbers[id(args[1])]
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return self._answer(number, args[0], bias, lambda: func(*args, **kwargs))
-        if func is torch.addmm and len(args) > 2 and id(args[2]) in self.numbers and not kwargs:
-            number = self.numbers[id(args[2])]
-            return self._answer(number, args[1], args[0], lambda: func(*args))
-        if func in _TRANSPOSES and len(args) == 1 and id(args[0]) in self.numbers:
-            turned = func(*args)
-            self.turned[id(turned)] = turned, self.numbers[id(args[0])]
-            return turned
-        if func in _PRODUCTS and len(args) == 2 and id(args[1]) in self.turned:
-            number = self.turned[id(args[1])][1]
-            return self._answer(number, args[0], None, lambda: func(*args))
-        return func(*args, **kwargs)
+    def __enter__(self) -> Reading:
+        if self._watch is not None:
+            self._watch.__enter__()
+        else:
+            self._before, NOW.reading = NOW.reading, self
+        return self
 
-    def _answer(
+    def __exit__(self, *error: Any) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(*error)
+        else:
+            NOW.reading, self._before = self._before, None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a layer that asks answers: with its fast weights, if its weight is a slot."""
+        number = self.numbers.get(id(weight))
+        if number is None:
+            return functional.linear(x, weight, bias)
+        return self.answer(number, x, bias, lambda: functional.linear(x, weight, bias))
+
+    def answer(
         self, number: int, x: Tensor, bias: Tensor | None, plain: Callable[[], Tensor]
     ) -> Tensor:
+        """The output of a slot's layer; `plain` is the model's own operation."""
         slot = self.slots[number]
         rows = x.reshape(self.batch, -1, x.shape[-1])  # [B, n, Di]
         together = [(p, d) for p, d in slot.parts if isinstance(d, Tensor)]
@@ -337,6 +338,39 @@ class Reading(TorchFunctionMode):
                 y.requires_grad_()
             self.records[number].append(Record(rows, y))
         return y
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at every operation of a model for products with a slot's weight."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self.reading, self.numbers = reading, reading.numbers
+        self.turned: dict[int, tuple[Tensor, int]] = {}  # transposes of slots' weights, by id
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs, answer = kwargs or {}, self.reading.answer
+        if func is functional.linear and len(args) > 1 and id(args[1]) in self.numbers:
+            number = self.numbers[id(args[1])]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            return answer(number, args[0], bias, lambda: func(*args, **kwargs))
+        if func is torch.addmm and len(args) > 2 and id(args[2]) in self.numbers and not kwargs:
+            number = self.numbers[id(args[2])]
+            return answer(number, args[1], args[0], lambda: func(*args))
+        if func in _TRANSPOSES and len(args) == 1 and id(args[0]) in self.numbers:
+            turned = func(*args)
+            self.turned[id(turned)] = turned, self.numbers[id(args[0])]
+            return turned
+        if func in _PRODUCTS and len(args) == 2 and id(args[1]) in self.turned:
+            number = self.turned[id(args[1])][1]
+            return answer(number, args[0], None, lambda: func(*args))
+        return func(*args, **kwargs)
 
 
 def _linear(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

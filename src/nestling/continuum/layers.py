@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ __all__ = [
     "Channel",
     "FeedForward",
     "InContext",
+    "LevelLinear",
     "LevelRates",
     "Parallel",
     "SwiGLU",
@@ -59,14 +61,36 @@ def scaled_normal_(weight: Tensor, fan_in: int) -> None:
     nn.init.normal_(weight, std=1.0 / math.sqrt(fan_in))
 
 
+class _Now(threading.local):
+    """What this thread reads with: a `nestling.continuum.fast.Reading`, or None."""
+
+    reading: Any = None
+
+
+NOW = _Now()
+
+
+class LevelLinear(nn.Linear):
+    """A matrix of a level: inside a `Reading` it answers with what each sequence has learned.
+
+    It asks by itself, so that no other operation of the model has to be looked at.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and NOW.reading is not None:
+            answer: Tensor = NOW.reading.linear(x, self.weight, self.bias)
+            return answer
+        return super().forward(x)
+
+
 class MLP(nn.Module):
     """`W_down act(W_up x)`: a memory of one hidden layer, the block MLP of Eq. 70."""
 
     def __init__(self, width: int, hidden: int, activation: str = "gelu") -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.up = LevelLinear(width, hidden, bias=False)
+        self.down = LevelLinear(hidden, width, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,9 +107,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.gate = LevelLinear(width, hidden, bias=False)
+        self.up = LevelLinear(width, hidden, bias=False)
+        self.down = LevelLinear(hidden, width, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nestling.continuum.engine import Engine, LevelState, Rate, Segment, pair_up
 from nestling.continuum.fast import LiveSlot, Reading, weight_of
 from nestling.continuum.natural import observe_inputs
+from nestling.continuum.recompute import again
 from nestling.levels import LevelUpdate, boundaries
 from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
@@ -211,6 +212,8 @@ class TokenStream:
     of an outer loss, whose targets [B, T] (IGNORE: none) are those of the new tokens' logits.
     final: nobody goes on from the state afterwards, so levels collect only what they will use.
     observe: what natural steps cost is learned from the first segment.
+    recompute: under "second_order" keep where each segment begins, and compute it again in the
+    backward pass.
     """
 
     def __init__(
@@ -231,16 +234,20 @@ class TokenStream:
         metric: Metric | None = None,
         confine: Confine | None = None,
         observe: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.observe = observe and engine.natural
         self.engine, self.wiring, self.model = engine, engine.wiring, engine.model
         self.rates, self.context, self.longest = rates, context, segment
+        self.bases = engine.bases()
         self.run = run or _own_run(engine.model)
         self.cut = meta is None or truncate  # the cache is a constant between segments
         self.outer, self.targets = outer, targets
         self.final, self.last = final, 0  # the last pair's position, known once reading begins
         self.meta, self.keep_logits, self.measure = meta, keep_logits, measure
         self.graph = meta == "second_order" or self.wiring.transfer == "second_order"
+        # A nested level's initial state is learned through the segments' own graphs.
+        self.again = recompute and self.graph and self.wiring.transfer != "second_order"
         self.constant = meta in (None, "frozen")
         plain = self.wiring.transfer is None and all(self.wiring.plain)
         # No graph, initial state or rule holds differences made here: they may be overwritten.
@@ -293,7 +300,7 @@ class TokenStream:
             many = end - start
             if tokens.shape[1] <= many:
                 break
-            piece, levels = self._segment(
+            piece, levels = (self._segment_again if self.again else self._segment)(
                 tokens[:, : many + 1],
                 wanted[:, 1 : many + 1],
                 levels,
@@ -360,7 +367,7 @@ class TokenStream:
         lifts: list[Rate] = [1.0] * len(levels)
         if self.meta == "first_order":
             lifts = [r / r.detach() if isinstance(r, Tensor) else 1.0 for r in self.rates]
-        return self.engine.live(levels, lifts)
+        return self.engine.live(levels, lifts, self.bases)
 
     def _outer_pass(
         self, logits: Tensor, reading: Reading, levels: tuple[LevelState, ...], skip: int
@@ -455,6 +462,20 @@ class TokenStream:
         for slot, (x, surprise) in zip(self.engine.slots, segment.slots, strict=True):
             inputs[slot.name] = x.detach()[(surprise.detach() != 0).any(-1)]
         observe_inputs(self.model, inputs)
+
+    def _segment_again(
+        self, tokens: Tensor, wanted: Tensor, levels: Levels, tree: Any, *rest: int
+    ) -> tuple[Piece, Levels]:
+        """`_segment`, of which only the beginning is kept until the backward pass."""
+
+        def segment(state: tuple[Levels, Any]) -> tuple[Piece, Levels]:
+            del self.updates[told:]  # what is computed again is not told again
+            return self._segment(tokens, wanted, *state, *rest)
+
+        told = len(self.updates)
+        others = [*self.model.parameters(), *(r for r in self.rates if isinstance(r, Tensor))]
+        found: tuple[Piece, Levels] = again(segment, (levels, tree), others)
+        return found
 
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
         if self.keep_logits:

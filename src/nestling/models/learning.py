@@ -30,7 +30,15 @@ from nestling.models.cache import Learned, MemoryCache
 from nestling.models.packing import Documents, as_rows
 from nestling.tree import state_select
 
-__all__ = ["HandOver", "Request", "Result", "engine_of", "learn_tokens", "outer_targets"]
+__all__ = [
+    "HandOver",
+    "Request",
+    "Result",
+    "begin_rows",
+    "engine_of",
+    "learn_tokens",
+    "outer_targets",
+]
 
 
 class Request(NamedTuple):
@@ -157,6 +165,7 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
 def _learn(model: Any, request: Request) -> Result:
     if request.meta is None and request.targets is None:
         model = constant(model)
+    recompute = model.training and model.is_gradient_checkpointing
     with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
         engine, cache = engine_of(model), request.cache
         ids = request.ids.clone()
@@ -168,7 +177,7 @@ def _learn(model: Any, request: Request) -> Result:
         if request.targets is not None:
             config = model.config
             outer = Outer(engine, slots=config.learning != "frozen", rates=config.learn_rates)
-        reader = _Reader(model, engine, request, outer)
+        reader = _Reader(model, engine, request, outer, recompute)
         logits = [reader.read(group) for group in groups]
         if cache is not None:
             states = [reader.states[place] for place in range(len(groups))]
@@ -184,8 +193,11 @@ def _learn(model: Any, request: Request) -> Result:
 class _Reader:
     """Reads the groups of one request."""
 
-    def __init__(self, model: Any, engine: Engine, request: Request, outer: Outer | None) -> None:
+    def __init__(
+        self, model: Any, engine: Engine, request: Request, outer: Outer | None, recompute: bool
+    ) -> None:
         self.model, self.engine, self.request, self.outer = model, engine, request, outer
+        self.recompute = recompute
         self.states: list[ContinuumState] = []
         self.updates: list[LevelUpdate] = []
         names = request.learn
@@ -219,6 +231,7 @@ class _Reader:
             measure=request.measure,
             final=request.cache is None,
             observe=self.model.training and (request.meta is not None or self.outer is not None),
+            recompute=self.recompute,
         )
         if all(self.silent):
             out = stream.read(group.ids, state)
@@ -288,6 +301,23 @@ def _adopted(engine: Engine, cache: MemoryCache) -> Learned:
     return Learned(tuple(rows), tuple(found))
 
 
+def begin_rows(model: Any, cache: MemoryCache, fresh: Tensor) -> None:
+    """Let the sequences `fresh` ([B] bool) of a cache begin anew: nothing read, nothing learned."""
+    engine, learned = engine_of(model), cache.learned
+    learned = _adopted(engine, cache) if learned is None else learned
+    rows, states = [], []
+    for mine, state in zip(*learned, strict=True):
+        stay = (~fresh.to(mine.device)[mine]).nonzero()[:, 0]
+        if len(stay):
+            rows.append(mine[stay])
+            states.append(state if len(stay) == len(mine) else state_select(state, stay))
+    new = fresh.nonzero()[:, 0].to(learned.rows[0].device)
+    if len(new):
+        rows.append(new)
+        states.append(begin(engine, len(new)))
+    cache.advance_learned(Learned(tuple(rows), tuple(states)), 0)
+
+
 def _joined(groups: list[_Group], logits: list[Tensor | None], request: Request) -> Tensor:
     """The groups' logits in the order of the batch: [B, T, V], zeros at padding."""
     first = next((each for each in logits if each is not None), None)
@@ -349,7 +379,8 @@ def _hand_over(model: Any, engine: Engine, outer: Outer, request: Request) -> Te
 
 @contextlib.contextmanager
 def _no_recompute(model: Any) -> Iterator[None]:
-    """Only one segment's activations are alive at a time: none of them is computed again."""
+    """No layer computes again: only one segment's activations are alive at a time, or (at second
+    order) whole segments are computed again."""
     layers = [layer for layer in model.model.layers if layer.gradient_checkpointing]
     for layer in layers:
         layer.gradient_checkpointing = False
