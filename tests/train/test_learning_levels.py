@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestling.models import NestlingForCausalLM
+from nestling.models import NestlingForCausalLM, presets
+from nestling.train.batches import Batch
 from nestling.train.recipe import changed, get_recipe
+from nestling.train.step import loss_sum
 from nestling.train.trainer import check, train
 
 LEVELS = [{"name": n, "chunk": c, "rate": 0.5} for n, c in (("fast", 8), ("slow", 16))]
@@ -57,6 +59,7 @@ def test_a_run_with_learning_levels_tells_what_each_is_worth_and_resumes(tmp_pat
         assert facts[f"effect/{name}"] != 0.0
         assert facts[f"distance/{name}"] > 0.0
         assert facts[f"inner_gradient_norm/{name}"] > 0.0
+        assert facts[f"rate/{name}"] != 0.5, "rates are trained"
     run(tmp_path / "cut", "run.steps=3", recipe=recipe)
     again = run(tmp_path / "cut", recipe=recipe)
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
@@ -86,6 +89,53 @@ def test_recipes_that_cannot_learn_say_so():
     recipe = changed(get_recipe("hope"), [*SMALL, "model.grow=1"])
     with pytest.raises(ValueError, match=r"model.grow must give the first step of each of the 2"):
         check(recipe)
-    recipe = changed(get_recipe("hope"), [*SMALL, "data.order=sequential"])
-    with pytest.raises(ValueError, match=r"set data\.carry=false"):
-        check(recipe)
+
+
+def test_levels_carry_what_they_learned_from_window_to_window_and_resume(tmp_path):
+    carry = ["data.order=sequential", "model.fields.learn_rates=false"]
+    whole = run(tmp_path / "whole", *carry)
+    run(tmp_path / "cut", *carry, "run.steps=3")
+    again = run(tmp_path / "cut", *carry)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    anew = run(tmp_path / "anew", *carry, "data.carry=false")
+    assert not all(torch.equal(value, anew[name]) for name, value in whole.items())
+
+
+def test_windows_of_a_stream_have_the_gradients_of_the_whole():
+    torch.manual_seed(0)
+    config = presets.tiny(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        levels=LEVELS,
+    )
+    model = NestlingForCausalLM(config).double().train()
+    ids = torch.randint(0, 250, (3, 97))
+    old, new, alone = ids[:, :49], ids[:, 48:], torch.tensor([True, False, True])
+
+    def batch(part, fresh):
+        there = torch.ones_like(part[:, 1:], dtype=torch.bool)
+        return Batch(part[:, :-1], part[:, 1:], there, fresh)
+
+    def slopes(*losses):
+        model.zero_grad()
+        for loss in losses:
+            loss.backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    every = torch.ones(3, dtype=torch.bool)
+    cpu = torch.device("cpu")
+    first, state = loss_sum(model, batch(old, every), cpu, keep=True)
+    second, _ = loss_sum(model, batch(new, ~every), cpu, state, keep=True)
+    whole, _ = loss_sum(model, batch(ids, every), cpu)
+    torch.testing.assert_close(first + second, whole)
+    torch.testing.assert_close(slopes(first, second), slopes(whole))
+    # Rows that start a document begin anew; the others go on.
+    renewed, _ = loss_sum(model, batch(new, alone), cpu, state, keep=True)
+    apart = [
+        loss_sum(model, batch(ids[1:2], every[:1]), cpu)[0]
+        - loss_sum(model, batch(old[1:2], every[:1]), cpu)[0],
+        loss_sum(model, batch(new[[0, 2]], every[:2]), cpu)[0],
+    ]
+    torch.testing.assert_close(renewed, sum(apart))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from nestling.losses import IGNORE, pair_losses
-from nestling.models.cache import MemoryCache
+from nestling.models.cache import Learned, MemoryCache
+from nestling.models.learning import begin_rows
 from nestling.train.batches import Batch
 from nestling.train.distributed import World
 from nestling.train.optimizers import places
@@ -82,20 +83,39 @@ def loss_sum(
     """The summed next-token loss of a batch, and the memory states after it (when kept).
 
     learn: which levels learn while they read, in a model whose levels do; that model computes the
-    loss itself, as its gradients are made on the way.
+    loss itself, as its gradients are made on the way. Kept states are then all that was learned.
     """
     options: dict[str, Any] = {"use_cache": keep}
+    mask = None if bool(batch.mask.all()) else batch.mask.to(device)  # decided before it moves
     if getattr(getattr(model, "module", model), "learns", False):
         targets = batch.targets.to(device)
         options |= {"shift_labels": targets, "num_items_in_batch": 1.0, "learn": learn}
-        mask = None if bool(batch.mask.all()) else batch.mask.to(device)
-        return model(input_ids=batch.ids.to(device), attention_mask=mask, **options).loss, None
+        cache = _carried(model, states, batch.fresh, learn) if keep else None
+        options["past_key_values"] = cache
+        loss = model(input_ids=batch.ids.to(device), attention_mask=mask, **options).loss
+        return loss, None if cache is None else cache.learned or cache.states
     if keep and states is not None:
         options["past_key_values"] = MemoryCache(len(states), states)
-    mask = None if bool(batch.mask.all()) else batch.mask.to(device)  # decided before it moves
     out = model(input_ids=batch.ids.to(device), attention_mask=mask, **options)
     loss = pair_losses(out.logits, batch.targets.to(device)).sum()
     return loss, out.past_key_values.states if keep else None
+
+
+def _carried(model: Any, states: Any, fresh: Tensor, learn: bool | Sequence[str]) -> MemoryCache:
+    """A cache that goes on from the step before; rows that start a document begin anew.
+
+    Where no level learns (yet), `Restarts` lets them begin anew.
+    """
+    bare = getattr(model, "module", model)
+    cache = MemoryCache(bare.config.num_hidden_layers)
+    if isinstance(states, Learned):
+        cache.advance_learned(states, 0)
+    elif states is not None:
+        cache.advance(states, 0)
+    learning = learn is not False or cache.learned is not None
+    if states is not None and learning and bool(fresh.any()):
+        begin_rows(bare, cache, fresh)
+    return cache
 
 
 def gradients(

@@ -16,12 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestling.continuum.stream import begin
 from nestling.description import Timeline
 from nestling.files import locked
 from nestling.host import bf16_speed, keep_memory
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
+from nestling.models.cache import Learned
 from nestling.models.card import model_card
+from nestling.models.learning import engine_of
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -265,11 +268,6 @@ def _check_levels(recipe: Recipe, config: Any) -> None:
             f"model.grow must give the first step of each of the {len(names)} levels"
             f" {', '.join(names)}; got {grow}"
         )
-    if config.learns and recipe.data.order == "sequential" and recipe.data.carry:
-        raise ValueError(
-            "levels that learn while they read begin anew with every window of a training run: set"
-            " data.carry=false, or give the levels no rate"
-        )
 
 
 def learning_levels(recipe: Recipe, model: Any, step: int) -> list[str]:
@@ -405,6 +403,11 @@ class Trainer:
         if recipe.run.recompute:
             self.bare.gradient_checkpointing_enable()
         keep = recipe.data.order == "sequential" and recipe.data.carry
+        if keep and self.bare.learns and world.size > 1:
+            raise ValueError(
+                "data.carry=true with levels that learn while they read runs in one process: each"
+                f" row is at a place of its own, and there are {world.size}; set data.carry=false"
+            )
         self.restarts = Restarts(self.bare.model.layers) if keep else None
         self.model: Any = world.distribute(self.bare, recipe.run.strategy)
         if recipe.run.compile:
@@ -433,6 +436,8 @@ class Trainer:
         if self.world.main:
             sweep(self.checkpoints)
         types = named_tuples(self.bare.model.init_states(1))
+        if self.bare.learns:
+            types |= named_tuples(Learned((), (begin(engine_of(self.bare), 1),)))
         found = load_latest(self.checkpoints, types, self.world)
         if found is None:
             return
@@ -463,7 +468,7 @@ class Trainer:
         states = {
             "model": self.bare.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "carry": None if self.carry is None else state_stack(self.carry),
+            "carry": self._saved_carry(),
             "random": _random_state(),
             "memory": self.memory._asdict(),
             "timeline": [tuple(update) for update in self.timeline.updates],
@@ -479,6 +484,12 @@ class Trainer:
             cut=("carry",),
         )
         return True
+
+    def _saved_carry(self) -> Any:
+        """The carried memories as one; what levels have learned stays in its micro-batches."""
+        if self.carry is None or self.bare.learns:
+            return self.carry
+        return state_stack(self.carry)
 
     @torch.no_grad()
     def _next_loss(self) -> float:
@@ -496,6 +507,9 @@ class Trainer:
 
     def _load_carry(self, found: Checkpoint) -> list[Any] | None:
         """This process's rows of the carried memories, in its micro-batches."""
+        if self.bare.learns:
+            kept: list[Any] | None = found.load("carry")
+            return kept and [state_to(each, device=self.world.device) for each in kept]
         rows = self.recipe.run.rows // self.world.size
         start = self.world.rank * rows
         own = found.load("carry", lambda name: found.read(name, start, start + rows))
@@ -569,6 +583,10 @@ class Trainer:
         batch = self.batches(self.memory.step, self.world.rank, self.world.size)
         facts = {f"effect/{name}": value for name, value in worth.items()}
         facts |= level_measures(self.model, batch.ids[:1].to(self.world.device), self.learning)
+        if self.bare.rates is not None:
+            names = [level.name for level in self.bare.config.memory_levels]
+            found = zip(names, self.bare.rates().tolist(), strict=True)
+            facts |= {f"rate/{name}": rate for name, rate in found if name in worth}
         self.progress.record(self.memory.step, facts)
         says = ", ".join(f"{name} {value:+.4f}" for name, value in worth.items())
         self.progress.say(f"step {self.memory.step}: effect of the levels: {says}")
