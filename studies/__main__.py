@@ -13,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 STUDIES = {
     "lm": ("studies.lm", "language models at ten tokens per parameter (Table 2, Fig. 10)"),
+    "levels": ("studies.levels", "levels that learn, trained for that, on long text"),
+    "kept": ("studies.kept", "what learning levels keep of a text after another"),
     "formal": ("studies.formal", "state tracking (Table 5) and length generalisation"),
     "recall": ("studies.recall", "in-context recall (MQAR) at two state sizes"),
     "mad": ("studies.mad", "MAD, six small tasks (Table 4)"),

@@ -8,15 +8,27 @@ gets. `tests/studies/test_default.py` compares. Studies made before there was on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from nestling.models import NestlingConfig, presets
+from nestling.train.recipe import get_recipe
 from studies.harness.models import LSTM, Arm
 
-__all__ = ["ABLATIONS", "ARMS", "FREE", "OLDER", "Model", "build", "configuration", "deviations"]
+__all__ = [
+    "ABLATIONS",
+    "ARMS",
+    "FREE",
+    "LEVELS",
+    "OLDER",
+    "Model",
+    "build",
+    "configuration",
+    "deviations",
+]
 
 FREE = frozenset(
     {
@@ -91,6 +103,49 @@ ABLATIONS: dict[str, Model] = {
     "l2": Model(title="L2 objective", model="hope", mixer={"learning": {"objective": "l2"}}),
 }
 """Hope with one thing changed (Table 6); `hope_printed` is among the models above."""
+
+
+def _learning(model: str) -> dict[str, Any]:
+    """What makes a model's levels learn: nothing where the default's do, else its recipe's."""
+    return {} if presets.tiny(model).learns else dict(get_recipe(model).model.fields)
+
+
+def _with_levels(title: str, model: str, change: Callable[[list[Any]], list[Any]]) -> Model:
+    """The model whose levels learn, with other levels."""
+    fields = _learning(model)
+    levels = presets.tiny(model, **fields).levels or []
+    return Model(title=title, model=model, fields={**fields, "levels": change(levels)})
+
+
+def _frozen(levels: list[Any]) -> list[Any]:
+    return [{"name": level["name"], "chunk": level["chunk"]} for level in levels]
+
+
+def _by_rate(levels: list[Any]) -> list[Any]:
+    """One chunk for all; a slow level's rate is as much smaller as its chunk was larger."""
+    fastest, slow = levels[0]["chunk"], [level for level in levels if level["chunk"]]
+    return [
+        {**level, "chunk": fastest, "rate": level.get("rate", 0.0) * fastest / level["chunk"]}
+        for level in slow
+    ]
+
+
+LEVELS: dict[str, Model] = {
+    "hope": Model(
+        title="Hope, trained with learning levels", model="hope", fields=_learning("hope")
+    ),
+    "plain": _with_levels("Hope, trained plain", "hope", _frozen),
+    "one": _with_levels("Hope, one level", "hope", lambda levels: levels[:1]),
+    "by_rate": _with_levels("Hope, levels differ in rate only", "hope", _by_rate),
+    "attention": Model(
+        title="Hope-Attention, trained with learning levels",
+        model="hope_attention",
+        fields=_learning("hope_attention"),
+    ),
+    "attention_plain": _with_levels("Hope-Attention, trained plain", "hope_attention", _frozen),
+    "transformer": ARMS["transformer"],
+}
+"""Models of the studies of levels; `hope` is the default one where the default's levels learn."""
 
 OLDER: dict[str, frozenset[str]] = {
     "older.formal": frozenset(

@@ -35,7 +35,7 @@ from studies.harness.study import Job, Study
 __all__ = ["QUEUE", "main"]
 
 QUEUE = (
-    *("lm", "formal", "recall", "mad", "ablations", "optimizers", "facts"),
+    *("lm", "levels", "kept", "formal", "recall", "mad", "ablations", "optimizers", "facts"),
     *("context", "babilong", "niah", "levels_chunks"),  # long contexts
 )
 """The studies of the round, first things first: later ones use the models of the first."""

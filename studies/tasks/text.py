@@ -10,7 +10,7 @@ import bz2
 import gzip
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,10 @@ __all__ = [
     "by_position",
     "choices",
     "corpus",
+    "joined",
     "last_words",
+    "novels",
+    "read_on",
     "validate",
     "windows",
 ]
@@ -47,27 +50,36 @@ class Corpus(NamedTuple):
 
 
 @cache
+def novels(data: Path) -> dict[str, bytes]:
+    """Every novel by its name, in the order of the names."""
+    paths = sorted((data / "gutenberg_books").glob("*.txt.gz"))
+    if not paths:
+        raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
+    return {path.name.split(".")[0]: gzip.decompress(path.read_bytes()) for path in paths}
+
+
+def joined(texts: Iterable[bytes]) -> Tensor:
+    """Texts one after the other: [N] uint8."""
+    return torch.frombuffer(bytearray(b"\n\n".join(texts)), dtype=torch.uint8)
+
+
+@cache
 def corpus(data: Path) -> Corpus:
     """Books and articles; the same bytes everywhere."""
-    books = sorted((data / "gutenberg_books").glob("*.txt.gz"))
-    if not books:
-        raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
-    held = [path for path in books if path.name.split(".")[0] in HELD_OUT]
-    seen = [path for path in books if path not in held]
     wiki = data / "wikitext2"
-    train, valid = (
-        b"\n\n".join(gzip.decompress(path.read_bytes()) for path in paths)
-        for paths in ([*seen, wiki / "train.txt.gz"], [*held, wiki / "valid.txt.gz"])
-    )
-    return Corpus(*(torch.frombuffer(bytearray(b), dtype=torch.uint8) for b in (train, valid)))
+    parts: list[list[bytes]] = [[], []]
+    for name, novel in novels(data).items():
+        parts[name in HELD_OUT].append(novel)
+    for part, file in zip(parts, ("train.txt.gz", "valid.txt.gz"), strict=True):
+        part.append(gzip.decompress((wiki / file).read_bytes()))
+    return Corpus(*map(joined, parts))
 
 
 @cache
 def books(data: Path) -> Tensor:
     """The bytes of the held-out books alone."""
-    held = [data / "gutenberg_books" / f"{name}.txt.gz" for name in HELD_OUT]
-    joined = b"\n\n".join(gzip.decompress(path.read_bytes()) for path in held)
-    return torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    found = novels(data)
+    return joined(found[name] for name in HELD_OUT)
 
 
 def windows(data: Tensor, count: int, length: int, seed: int) -> Tensor:
@@ -88,15 +100,35 @@ def validate(model: Any, data: Tensor, *, count: int, length: int) -> float:
 
 
 @torch.no_grad()
-def by_position(model: Any, data: Tensor, *, streams: int, length: int, times: int) -> list[float]:
-    """The loss of streams beyond the trained length, one value for every `length` bytes."""
-    ids = windows(data, streams, times * length, seed=8)
+def by_position(
+    model: Any,
+    data: Tensor,
+    *,
+    streams: int,
+    length: int,
+    times: int,
+    seed: int = 8,
+    learn: bool | Sequence[str] = True,
+) -> list[float]:
+    """The loss of streams beyond the trained length, one value for every `length` bytes.
+
+    learn: which levels learn while they read, in a model whose levels do.
+    """
+    ids = windows(data, streams, times * length, seed=seed)
     cache, losses = MemoryCache(model.config.num_hidden_layers), []
     for start in range(0, times * length, length):
-        seen, after = ids[:, start : start + length], ids[:, start + 1 : start + length + 1]
-        logits = model(input_ids=seen, past_key_values=cache, use_cache=True).logits
-        losses.append(cross_entropy(logits.flatten(0, 1), after.flatten()).item())
+        piece = ids[:, start : start + length + 1]
+        losses.append(read_on(model, piece, cache, learn=learn))
     return losses
+
+
+@torch.no_grad()
+def read_on(
+    model: Any, ids: Tensor, cache: MemoryCache, *, learn: bool | Sequence[str] = True
+) -> float:
+    """Read all of ids [B, T] but the last, from the cache on; the mean loss of what follows."""
+    logits = model(ids[:, :-1], past_key_values=cache, use_cache=True, learn=learn).logits
+    return float(cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()))
 
 
 @torch.no_grad()

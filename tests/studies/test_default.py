@@ -10,6 +10,7 @@ from studies import (
     babilong,
     default,
     formal,
+    levels,
     levels_chunks,
     lm,
     mad,
@@ -57,8 +58,39 @@ def test_what_differs_is_seen():
 
 
 def test_every_study_of_the_queue_is_compared():
-    assert set(queue.QUEUE) - set(NEW) == {"optimizers", "facts"}  # which have no Hope
+    no_hope, learning = {"optimizers", "facts"}, {"levels", "kept"}  # of the latter below
+    assert set(queue.QUEUE) - set(NEW) == no_hope | learning
     assert {name for name in STUDIES if name.startswith("older.")} == set(default.OLDER)
+
+
+def test_the_studies_of_levels_have_the_default_hope_with_levels_that_learn():
+    size = levels.SIZE
+    made = {name: default.configuration(arm, size) for name, arm in levels.ARMS.items()}
+    differs = set(default.deviations(made["hope"]))
+    learns = presets.tiny("hope").learns
+    assert differs <= (set() if learns else {"levels", "topology", "activation"})
+    learning = {name for name, config in made.items() if config.learns}
+    assert learning == {"hope", "hope_few", "one", "by_rate", "attention"}
+    for name in ("plain", "one", "by_rate"):
+        assert set(default.deviations(made[name])) - differs <= {"levels"}
+    three = made["hope"].memory_levels
+    assert len(three) >= 3
+    assert len(made["one"].memory_levels) == 1
+    by_rate = made["by_rate"].memory_levels
+    assert {level.chunk for level in by_rate} == {three[0].chunk}
+    for slow, its in zip(three, by_rate, strict=True):  # as much per token
+        assert its.rate / its.chunk == pytest.approx(slow.rate / slow.chunk)
+    counts = [presets.parameter_count(config) for config in made.values()]
+    assert max(counts) < 1.01 * min(counts)
+
+
+def test_arms_of_levels_take_equal_compute_and_over_few_books_equal_data():
+    protocol = levels.Protocol()
+    spent = {n: protocol.steps(n, trial=False) * c for n, c in protocol.costs.items()}
+    assert set(protocol.costs) == set(default.LEVELS)
+    assert max(spent.values()) < 1.01 * min(spent.values())
+    few = {protocol.steps(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
+    assert len(few) == 1
 
 
 def older_arms(study: str) -> dict[str, dict]:

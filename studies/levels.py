@@ -1,0 +1,424 @@
+"""Levels that learn while the model reads, trained for that (Eq. 71, 73): long text.
+
+    python -m studies levels            run what is missing, write docs/results/levels.md
+    python -m studies levels --costs    measure what a training step of every arm costs
+
+Every arm has a million parameters and as much *training compute*: `Protocol.costs` are processor
+seconds of a training step against that of the plain Hope, measured by `--costs` before the first
+run, and an arm whose steps cost less takes more of them. Arms over few books read these several
+times; there text is what is scarce, so all take as many steps. Trained on novels, asked on other
+novels, in streams up to 16 times the trained length. Models that were trained plain are asked with
+frozen levels and with levels switched on; the rate is the best of four on a book that is neither
+trained on nor in a table. The models are kept for `studies.kept`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nestling.models import MemoryCache, NestlingForCausalLM, presets
+from nestling.report import Line, lines
+from studies import default
+from studies.harness.command import run_study
+from studies.harness.loop import cosine, train
+from studies.harness.models import keep_model, kept_model, parameters
+from studies.harness.page import Page, Section, table
+from studies.harness.store import Run
+from studies.harness.study import Cell, Context, Job, Study, cells
+from studies.harness.tables import Measure, table_page
+from studies.harness.verdict import interval, judged, paired, show
+from studies.tasks import text
+
+SIZE = presets.Size(width=128, layers=3, heads=4, vocabulary=256, parameters=1_000_000)
+DEVELOPMENT = ("treasure_island", "the_picture_of_dorian_gray")
+"""Books on which settings may be chosen: neither trained on nor in a table."""
+FEW = ", few books"
+ARMS = {
+    **default.LEVELS,
+    **{f"{name}_few": default.LEVELS[name] for name in ("hope", "plain", "transformer")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What was fixed before the first run."""
+
+    tokens_per_parameter: float = 1.5
+    length: int = 2048
+    rows: int = 2
+    costs: dict[str, float] = field(
+        default_factory=lambda: {
+            "hope": 1.5,
+            "plain": 1.0,
+            "one": 1.4,
+            "by_rate": 1.5,
+            "attention": 0.8,
+            "attention_plain": 0.55,
+            "transformer": 0.6,
+        }
+    )
+    few_bytes: int = 250_000
+    epochs: int = 4
+    rates: tuple[float, ...] = (4e-3, 8e-3)
+    trial_share: float = 0.2
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    switched_on: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
+    development: tuple[str, ...] = DEVELOPMENT
+    held_out: tuple[str, ...] = text.HELD_OUT
+    streams: int = 8
+    times: int = 16
+    effect_times: int = 4
+    seeds: tuple[int, ...] = (40, 41, 42)
+    tuning_seed: int = 140
+    analysis: str = (
+        "mean loss of positions beyond the trained length, held-out books; paired by seed, 95% by"
+        " Student's t; goals: 0.10 ahead of plain frozen, 0.03 ahead of plain switched on"
+    )
+
+    def steps(self, arm: str, *, trial: bool) -> int:
+        """Steps of training: as much compute as the learning Hope's; over few books, of data."""
+        tokens = self.rows * self.length
+        if arm.endswith("_few"):
+            return max(2, round(self.few_bytes * self.epochs / tokens))
+        share = self.trial_share if trial else 1.0
+        steps = self.tokens_per_parameter * SIZE.parameters * share / tokens
+        return max(2, round(steps * self.costs["hope"] / self.costs[arm]))
+
+
+QUICK = Protocol(
+    tokens_per_parameter=0.0,
+    length=160,
+    few_bytes=320,
+    epochs=1,
+    switched_on=(0.1, 0.4),
+    streams=2,
+    times=2,
+    effect_times=1,
+    seeds=(40,),
+)
+
+
+class Books(NamedTuple):
+    """Bytes [N] of each kind."""
+
+    train: Tensor
+    development: Tensor
+    held_out: Tensor
+
+
+def books(context: Context, protocol: Protocol, arm: str = "") -> Books:
+    """The novels; over few books only the beginning of the training text."""
+    all_books = text.novels(context.data)
+    kept = (*protocol.development, *protocol.held_out)
+    seen = text.joined(book for name, book in all_books.items() if name not in kept)
+    seen = seen[: protocol.few_bytes] if arm.endswith("_few") else seen
+    kinds = protocol.development, protocol.held_out
+    return Books(seen, *(text.joined(all_books[name] for name in names) for names in kinds))
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """The mean loss of a window; levels that learn do so on the way."""
+    loss: Tensor = model(ids[:, :-1], shift_labels=ids[:, 1:].contiguous(), use_cache=False).loss
+    return loss
+
+
+def trained(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:
+    """Train one arm; the model, and its numbers."""
+    data = books(context, protocol, job.arm).train
+    torch.manual_seed(job.seed)
+    model = NestlingForCausalLM(default.configuration(ARMS[job.arm], SIZE)).train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=job.setting["rate"], betas=protocol.betas, weight_decay=protocol.weight_decay
+    )
+
+    def loss(step: int) -> Tensor:
+        place = 1_000_003 * (job.seed + 1) + step
+        return loss_of(model, text.windows(data, protocol.rows, protocol.length, place))
+
+    steps = protocol.steps(job.arm, trial=job.trial)
+    done = train([model], loss, optimizer, steps=steps, schedule=cosine(), save=context.scratch)
+    return model.eval(), {
+        "steps": steps,
+        "tokens": steps * protocol.rows * protocol.length,
+        "parameters": parameters(model),
+        "train": done.last(),
+        "seconds": done.seconds,
+    }
+
+
+def switched(model: Any, rate: float) -> Any:
+    """The same weights with levels that learn at a rate while they read."""
+    config = model.config.to_dict()
+    config["levels"] = [{**level, "rate": rate} for level in config["levels"]]
+    twin = NestlingForCausalLM(type(model.config)(**config))
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def obtained(arm: str, seed: int, rate: float, context: Context, protocol: Protocol) -> Any:
+    """The trained model of a run, as it was kept, or trained now and kept."""
+    folder = context.models / f"{arm}-{seed}"
+    model = kept_model(folder)
+    if model is None:
+        model, _ = trained(Job("books", arm, {"rate": rate}, seed), context, protocol)
+        keep_model(model, folder, {"study": "levels", "arm": arm, "seed": seed})
+    return model
+
+
+def make(job: Job, context: Context, protocol: Protocol) -> Run:
+    """Train an arm, read held-out books with it, and keep it."""
+    model, run = trained(job, context, protocol)
+    data = books(context, protocol)
+    size = {"streams": protocol.streams, "length": protocol.length}
+    run["development"] = text.by_position(model, data.development, **size, times=1, seed=9)[0]
+    if job.trial:
+        return run
+    facts = {"study": "levels", "arm": job.arm, "seed": job.seed}
+    keep_model(model, context.models / f"{job.arm}-{job.seed}", facts)
+    size["times"] = protocol.times
+    run["positions"] = text.by_position(model, data.held_out, **size)
+    run["beyond"] = statistics.fmean(run["positions"][1:])
+    if model.learns:
+        run |= _levels(model, data, protocol)
+    elif model.config.channel == "cms":
+        run |= _switched_on(model, data, protocol)
+    return run
+
+
+def _levels(model: Any, data: Books, protocol: Protocol) -> Run:
+    """What the levels are worth: all of them, each alone, and how far each one went."""
+    size = {"streams": protocol.streams, "length": protocol.length, "times": protocol.effect_times}
+    frozen = text.by_position(model, data.held_out, **size, learn=False)
+    together = text.by_position(model, data.held_out, **size)
+    names = [level.name for level in model.config.memory_levels if level.active]
+    worth = {}
+    for name in names:
+        some = [each for each in names if each != name]
+        without = text.by_position(model, data.held_out, **size, learn=some or False)
+        worth[name] = statistics.fmean(without) - statistics.fmean(together)
+    ids = text.windows(data.held_out, 1, protocol.effect_times * protocol.length, seed=8)
+    with torch.no_grad():
+        updates = model(ids, use_cache=False, measure=True).updates or ()
+    far = {update.level: float(update.distance.mean()) for update in updates}
+    return {
+        "learning": statistics.fmean(frozen) - statistics.fmean(together),
+        "worth": worth,
+        "distance": far,
+        "memory": _memory(model, ids),
+    }
+
+
+def _memory(model: Any, ids: Tensor) -> float:
+    """Numbers a sequence's fast weights hold, in thousands."""
+    cache = MemoryCache(model.config.num_hidden_layers)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    levels = [level for state in cache.learned.states for level in state.levels]
+    return sum(part.numel() for lv in levels for part in lv.fast if part is not None) / 1e3
+
+
+def _switched_on(model: Any, data: Books, protocol: Protocol) -> Run:
+    """A model that was trained plain reads with learning levels, at the best of some rates."""
+    size = {"streams": protocol.streams, "length": protocol.length}
+    tried = {}
+    for rate in protocol.switched_on:
+        some = {**size, "streams": max(1, protocol.streams // 2), "times": protocol.effect_times}
+        found = text.by_position(switched(model, rate), data.development, **some, seed=9)
+        tried[rate] = statistics.fmean(found)
+    rate = min(tried, key=tried.__getitem__)
+    times = {**size, "times": protocol.times}
+    positions = text.by_position(switched(model, rate), data.held_out, **times)
+    return {
+        "on_rate": rate,
+        "on_tried": {f"{rate:g}": loss for rate, loss in tried.items()},
+        "on_positions": positions,
+        "on_beyond": statistics.fmean(positions[1:]),
+    }
+
+
+LIMITS = (
+    "One million parameters, 1.5 bytes of text per parameter, English novels in bytes; larger or"
+    " longer trained models may rank otherwise.",
+    "Compute is processor time of one thread at this size; counted multiply-adds would favour"
+    " learning levels, whose inner and outer gradient are the same products.",
+    "Levels switched on afterwards learn at one rate for all levels, the best of four.",
+)
+
+
+QUESTIONS: dict[str, tuple[tuple[str, bool, float], ...]] = {
+    "hope": (
+        ("plain", False, 0.10),
+        ("plain", True, 0.03),
+        ("one", False, 0.0),
+        ("by_rate", False, 0.0),
+        ("transformer", False, 0.0),
+    ),
+    "attention": (("attention_plain", False, 0.10), ("attention_plain", True, 0.03)),
+    "hope_few": (("plain_few", False, 0.0), ("plain_few", True, 0.0)),
+}
+"""Arm: what it is compared with, whether that has its levels switched on, the lead aimed at."""
+
+
+def _gap(found: Mapping[tuple[str, str], Cell], ours: str, theirs: str, name: str) -> list[float]:
+    mine, its = (found.get(("books", arm), Cell({})) for arm in (ours, theirs))
+    return paired(mine.values("beyond"), its.values(name))
+
+
+def findings(study: Study, found: Mapping[tuple[str, str], Cell]) -> list[str]:
+    """The questions of the study and what the numbers say, beyond the trained length."""
+    said = []
+    for ours, others in QUESTIONS.items():
+        for theirs, on, goal in others:
+            gaps = _gap(found, ours, theirs, "on_beyond" if on else "beyond")
+            name = study.arms.get(theirs, theirs) + (", levels switched on" if on else "")
+            aim = f" (goal: {-goal:g})" if goal else ""
+            said.append(
+                f"{study.arms.get(ours, ours)} against {name}: {judged(gaps, higher=False)}{aim}"
+            )
+    end = [
+        statistics.fmean(run["positions"][-4:]) - statistics.fmean(run["positions"][1:5])
+        for run in found.get(("books", "hope"), Cell({})).runs.values()
+    ]
+    said.append(
+        f"Hope's loss at the end of the streams less the loss after the first window: {show(end)}"
+    )
+    head = "Loss in nats per byte, negative is better; shown means ahead at 95%."
+    return [head, *(f"{line}." for line in said)]
+
+
+def page(study: Study, runs: Mapping[str, Run]) -> Page:
+    """Findings, the loss against position, what levels are worth."""
+    found = cells(runs)
+    length, drawn, rows, worth, tried = study.protocol.length, [], [], [], []
+    for arm, title in study.arms.items():
+        cell = found.get(("books", arm))
+        if cell is None:
+            continue
+        some = list(cell.runs.values())
+        for name, what in (("positions", title), ("on_positions", f"{title}, switched on")):
+            each = list(zip(*(run[name] for run in some if name in run), strict=True))
+            if each:
+                x = [length * (i + 0.5) for i in range(len(each))]
+                drawn.append(Line(what, x, [interval(values).mean for values in each]))
+                rows.append((what, *(show(values) for values in each)))
+        if "worth" in some[0]:
+            together = show([run["learning"] for run in some], sign="+")
+            for level in some[0]["worth"]:
+                one = show([run["worth"][level] for run in some], 4, sign="+")
+                far = show([run["distance"].get(level, 0.0) for run in some], 2)
+                worth.append((title, together, level, one, far))
+        if "on_tried" in some[0]:
+            each_rate = (
+                f"{rate}: {show([run['on_tried'][rate] for run in some])}"
+                for rate in some[0]["on_tried"]
+            )
+            tried.append((title, "; ".join(each_rate)))
+    ends = [f"to {length * (i + 1):,}" for i in range(len(rows[0]) - 1)] if rows else []
+    more = (
+        Section(title="Loss against position", body=table(["", *ends], rows)),
+        Section(
+            title="What the levels are worth (loss without, less loss with), and how far they went",
+            body=table(["", "all levels", "level", "this level", "distance"], worth),
+        ),
+        Section(title="Rates of levels switched on", body=table(["", "development loss"], tried)),
+        Section(
+            title="Training",
+            body=table(
+                ["", "steps", "bytes read", "processor s", "cost of a step"],
+                [
+                    (
+                        title,
+                        first["steps"],
+                        f"{first['tokens']:,}",
+                        f"{statistics.fmean(r['seconds'] for r in cell.runs.values()):.0f}",
+                        study.protocol.costs.get(arm.removesuffix("_few"), "-"),
+                    )
+                    for arm, title in study.arms.items()
+                    if (cell := found.get(("books", arm))) is not None
+                    and (first := next(iter(cell.runs.values())))
+                ],
+            ),
+        ),
+    )
+    measures = (
+        Measure(name="beyond", title="loss beyond the trained length, nats per byte", higher=False),
+        Measure(name="on_beyond", title="the same, levels switched on", higher=False),
+    )
+    made = table_page(
+        study,
+        runs,
+        title="Levels that learn, on long text",
+        measures=measures,
+        limits=LIMITS,
+        more=more,
+        picture=lines(drawn, x="position (bytes)", y="loss (nats per byte)"),
+        caption="Loss against position",
+    )
+    return Page(**{**made.__dict__, "findings": findings(study, found)})
+
+
+def study(quick: bool = False) -> Study:
+    """The study; `quick` is a slice of it."""
+    protocol = QUICK if quick else Protocol()
+    arms = ("hope", "plain", "transformer", "hope_few") if quick else tuple(ARMS)
+    tuned = ("hope", "plain", "attention", "transformer")
+    lender = {"attention_plain": "attention", "transformer_few": "transformer"}
+    lender |= {"one": "hope", "by_rate": "hope", "hope_few": "hope", "plain_few": "plain"}
+    return Study(
+        name="levels",
+        protocol=protocol,
+        tasks=("books",),
+        arms={a: ARMS[a].title + (FEW if a.endswith("_few") else "") for a in arms},
+        seeds=protocol.seeds,
+        tuning_seed=protocol.tuning_seed,
+        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in tuned},
+        borrowed={arm: lender[arm] for arm in arms if arm not in tuned},
+        make=lambda job, context: make(job, context, protocol),
+        judged="development",
+        lower=True,
+        page=page,
+        page_name="levels",
+        needs=("seconds", "parameters"),
+    )
+
+
+def costs(protocol: Protocol, repeats: int) -> dict[str, float]:
+    """Processor seconds of every arm's training step against the plain Hope's, in turns."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    ids = torch.randint(0, 256, (protocol.rows, protocol.length + 1))
+    names = [arm for arm in ARMS if not arm.endswith("_few")]
+    models = {n: NestlingForCausalLM(default.configuration(ARMS[n], SIZE)).train() for n in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats + 1):
+        for name, model in models.items():
+            begin = time.process_time()
+            loss_of(model, ids).backward()
+            model.zero_grad(set_to_none=True)
+            if turn:
+                seconds[name].append(time.process_time() - begin)
+            print(f"{name} {time.process_time() - begin:.2f} s", file=sys.stderr, flush=True)
+    middle = {name: statistics.median(found) for name, found in seconds.items()}
+    return {name: round(value / middle["plain"], 2) for name, value in middle.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse and run."""
+    given = list(arguments or ())
+    if "--costs" in given:
+        print(costs(QUICK if "--quick" in given else Protocol(), repeats=3))
+        return 0
+    return run_study(study, __doc__ or "", arguments)
