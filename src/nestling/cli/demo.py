@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -14,10 +15,7 @@ from nestling.cli import Parser
 
 __all__ = ["parser", "run"]
 
-NAMES = {"hope": "Hope", "transformer": "Transformer"}
-LEARNING = "Hope, learning"
-CHUNKS = (64, 256, 1024, 4096)
-RATE = 0.2
+NAMES = {"hope": "Hope", "hope_attention": "Transformer"}
 PASSAGE = 420  # characters of a shaded passage
 
 
@@ -25,14 +23,15 @@ def parser() -> Parser:
     """The command's arguments."""
     made = Parser(
         "demo",
-        description="Train a small Hope and a Transformer of equal size on made-up chronicles,\n"
-        "let documents neither has seen stream through both while Hope learns in context, and\n"
-        "write a report with plots. Needs no network; under 5 minutes on 2 cores.",
+        description="Train a small Hope whose levels learn while it reads, and a Transformer of\n"
+        "equal size with learning levels, on made-up chronicles. Then documents neither has seen\n"
+        "stream through them: all levels learning, only the fastest, none. Writes a report with\n"
+        "plots. Needs no network; a few minutes on 2 cores.",
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
-    made.add_argument("--steps", type=int, default=100, help="training steps of each model")
+    made.add_argument("--steps", type=int, default=120, help="training steps of each model")
     made.add_argument("--documents", type=int, default=4, help="unseen documents to stream")
-    made.add_argument("--characters", type=int, default=3600, help="length of those documents")
+    made.add_argument("--characters", type=int, default=6000, help="length of those documents")
     made.add_argument("--seed", type=int, default=0)
     return made
 
@@ -68,8 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     _say("testing what is left of a document after reading other text")
     kept = {reader.name: _kept(reader, ids) for reader in _shown(readers)}
     _say("writing")
-    page = tell(_story(hope, transformer, ids, read, kept, readers[-1]))
-    path = page.save(arguments.out / "report.html").resolve()
+    story = _story(hope, transformer, ids, read, kept)
+    for line in story.result:
+        print(line)
+    path = tell(story).save(arguments.out / "report.html").resolve()
     minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
     print(f"report: {path}  (took {minutes} min {seconds:02d} s)")
     return 0
@@ -91,19 +92,24 @@ def _shown(readers: list[Any]) -> Any:
 
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
-    from nestling.train.recipe import Data, Model, Optim, Recipe, Run
+    """The recipe of this name, whose levels learn, with three layers."""
+    from nestling.train.recipe import Optim, get_recipe
     from nestling.train.trainer import train
 
-    recipe = Recipe(
-        model=Model(preset="tiny", mixer=name, fields={"num_hidden_layers": 3}),
-        data=Data(order="sequential", length=256, carry=name == "hope"),
+    usual = get_recipe(name)
+    recipe = dataclasses.replace(
+        usual,
+        model=dataclasses.replace(
+            usual.model, fields={**usual.model.fields, "num_hidden_layers": 3}
+        ),
         optim=Optim(lr=4e-3, warmup=20),
-        run=Run(
+        run=dataclasses.replace(
+            usual.run,
             steps=arguments.steps,
-            rows=16,
             seed=arguments.seed,
-            eval_every=max(1, arguments.steps // 2),
-            save_every=max(1, arguments.steps // 2),
+            eval_every=arguments.steps,
+            save_every=arguments.steps,
+            eval_windows=8,
         ),
     )
     _say(f"training {NAMES[name]}")
@@ -129,75 +135,54 @@ def _unseen(tokenizer: Any, arguments: argparse.Namespace) -> Any:
     return torch.tensor([ids[: min(map(len, read))] for ids in read])
 
 
-class Memory:
-    """Hope as a reader: its memory carries on; with a rate, its continuum memory learns too."""
+class Reader(NamedTuple):
+    """A model that reads; `learn` says which of its levels learn while it does."""
 
-    def __init__(self, name: str, model: Any, rate: float) -> None:
-        from nestling.continuum import Continuum, MemoryLevel, own_slots
+    name: str
+    model: Any
+    learn: bool | tuple[str, ...]
 
-        self.name, self.rate = name, rate
-        names = [level.name for level in model.config.level_list]
-        levels = [
-            MemoryLevel(name=level, chunk=chunk, rate=rate)
-            for level, chunk in zip(names, CHUNKS, strict=True)
-        ]
-        self.continuum = Continuum(model, levels, own_slots(model))
-        self.updates: list[Any] = []
-        self._begun: Any = None
-
-    def read(self, ids: Any, state: Any = None) -> tuple[Any, Any]:
-        """Each token's loss [B, T] and the state after them; the given state stays as it is."""
-        learn = self.rate > 0
-        out = self.continuum(ids, state, learn=learn, keep_logits=False)
-        self.updates = list(out.updates)
-        return out.losses.detach(), out.state
-
-    def losses(self, ids: Any) -> Any:
-        return self.read(ids)[0][:, 1:]
-
-    def rest(self, before: Any, gap: Any, rest: Any) -> float:
-        """The loss on `rest` after reading what comes before (the first 32 are not judged)."""
+    def read(self, ids: Any, cache: Any = None) -> Any:
+        """Each token's loss given all before it, [B, T - 1]; a cache goes on."""
         import torch
 
-        state = self._state(before) if before.shape[1] else None
-        losses, _ = self.read(torch.cat([gap, rest], dim=1), state)
+        from nestling.losses import pair_losses
+
+        with torch.no_grad():
+            out = self.model(
+                ids, past_key_values=cache, use_cache=cache is not None, learn=self.learn
+            )
+        return pair_losses(out.logits[:, :-1], ids[:, 1:])
+
+    def losses(self, ids: Any) -> Any:
+        return self.read(ids)
+
+    def begun(self, ids: Any) -> Any:
+        """The memory after some text."""
+        cache = self.model.make_cache()
+        if ids.shape[1]:
+            self.read(ids, cache)
+        return cache
+
+    def rest(self, cache: Any, gap: Any, rest: Any) -> float:
+        """The loss on `rest` after reading other text (the first 32 bytes are not judged)."""
+        import torch
+
+        losses = self.read(torch.cat([gap, rest], dim=1), cache.copy())
         return float(losses[:, gap.shape[1] + 32 :].mean())
 
-    def _state(self, before: Any) -> Any:
-        """The state after the beginning, read once for all gaps."""
-        if self._begun is None:
-            self._begun = self.read(before)[1]
-        return self._begun
+
+def _names(model: Any) -> list[str]:
+    return [level.name for level in model.config.memory_levels if level.active]
 
 
-class Window:
-    """The Transformer as a reader: it sees its last tokens."""
-
-    def __init__(self, name: str, model: Any, length: int) -> None:
-        self.name, self.model, self.length = name, model, length
-
-    def losses(self, ids: Any) -> Any:
-        import torch
-
-        from nestling.evaluate.lm import token_losses
-
-        return torch.stack([token_losses(self.model, row, window=self.length) for row in ids])
-
-    def rest(self, before: Any, gap: Any, rest: Any) -> float:
-        """As for a memory; what lies further back than the window cannot matter."""
-        import torch
-
-        seen = torch.cat([before, gap], dim=1)[:, -self.length :]
-        losses = self.losses(torch.cat([seen, rest], dim=1))
-        return float(losses[:, -(rest.shape[1] - 32) :].mean())
-
-
-def _readers(hope: Arm, transformer: Arm) -> list[Any]:
-    length = transformer.recipe.data.length
+def _readers(hope: Arm, transformer: Arm) -> list[Reader]:
+    fastest = _names(hope.model)[:1]
     return [
-        Window(NAMES["transformer"], transformer.model, length),
-        Memory(NAMES["hope"], hope.model, 0.0),
-        Memory(LEARNING, hope.model, RATE),
+        Reader("Hope, all levels learn", hope.model, True),
+        Reader("Hope, only the fastest level", hope.model, tuple(fastest)),
+        Reader("Hope, frozen", hope.model, False),
+        Reader("Transformer, learning", transformer.model, True),
     ]
 
 
@@ -210,21 +195,20 @@ def _by_position(losses: Any) -> list[tuple[float, float]]:
     return [((a + b) / 2, float(losses[:, a:b].mean())) for a, b in spans]
 
 
-def _kept(reader: Any, ids: Any) -> list[tuple[float, float]]:
+def _kept(reader: Reader, ids: Any) -> list[tuple[float, float]]:
     """(bytes of other text, nats saved on the last third by having read the first two).
 
-    Of the first 1,500 bytes of each document; the other text is another document.
+    Of the first 2,400 bytes of each document; the other text is another document.
     """
-    ids = ids[:, :1500]
+    ids = ids[:, :2400]
     cut = ids.shape[1] * 2 // 3
-    begin, rest, other = ids[:, :cut], ids[:, cut:], ids.roll(1, 0)
-    if len(ids) == 1:
-        other = ids.flip(1)
+    rest, other = ids[:, cut:], ids.roll(1, 0) if len(ids) > 1 else ids.flip(1)
+    known, new = reader.begun(ids[:, :cut]), reader.begun(ids[:, :0])
     found = []
-    for gap in (0, 128, 512):
+    for gap in (0, 256, 1024):
         between = other[:, :gap]
-        known = reader.rest(begin, between, rest)
-        found.append((float(gap), reader.rest(begin[:, :0], between, rest) - known))
+        saved = reader.rest(new, between, rest) - reader.rest(known, between, rest)
+        found.append((float(gap), saved))
     return found
 
 
@@ -239,38 +223,74 @@ def _sample(arm: Arm) -> str:
     return str(arm.tokenizer.decode(out[0], skip_special_tokens=True))
 
 
+def _worth(model: Any, ids: Any, all_learn: Any) -> dict[str, float]:
+    """What each level is worth: the loss without its learning, less the loss with all."""
+    names = _names(model)
+    found = {}
+    for name in names:
+        some = tuple(each for each in names if each != name)
+        found[name] = float((Reader("", model, some or False).losses(ids) - all_learn).mean())
+    return found
+
+
+def _result(read: dict[str, Any], counts: dict[str, int], kept: dict[str, Any]) -> list[str]:
+    """The outcome in three lines."""
+    half = {name: float(found[:, found.shape[1] // 2 :].mean()) for name, found in read.items()}
+    first, *others = half
+    best = min(half, key=half.__getitem__)
+    gaps = ", ".join(f"{name} {half[name]:.3f}" for name in others)
+    changes = ", ".join(f"{name} {count}" for name, count in counts.items())
+    left = ", ".join(f"{name} {points[-1][1]:+.3f}" for name, points in kept.items())
+    return [
+        f"Loss on the second half of unseen documents (nats per byte): {first} {half[first]:.3f};"
+        f" {gaps}. Best: {best}.",
+        f"Updates of each level while it read one document: {changes}.",
+        f"Nats per byte a document is still worth after {kept[first][-1][0]:,.0f} bytes of another:"
+        f" {left}.",
+    ]
+
+
 def _story(
     hope: Arm,
     transformer: Arm,
     ids: Any,
     read: dict[str, Any],
     kept: dict[str, list[tuple[float, float]]],
-    learning: Memory,
 ) -> Any:
     import torch
 
     from nestling.description import Timeline, describe
     from nestling.report.story import Story
 
-    losses, _ = learning.read(ids[:1])
-    timeline = Timeline()
-    for update in learning.updates:
-        norm = float(update.grad_norm[0])
-        way = RATE * norm  # of one step of gradient descent
-        timeline.record(update._replace(loss=update.loss[0], grad_norm=norm, step=way))
+    with torch.no_grad():
+        updates = hope.model(ids[:1], use_cache=False, measure=True).updates or ()
+    timeline, far = Timeline(), {name: [(0.0, 0.0)] for name in _names(hope.model)}
+    for update in updates:
+        norm, way = float(update.grad_norm[0]), float(update.step[0])
+        timeline.record(
+            update._replace(
+                loss=update.loss[0], grad_norm=norm, step=way, distance=float(update.distance[0])
+            )
+        )
+        points = far[update.level]
+        points += [(update.position, points[-1][1]), (update.position, float(update.distance[0]))]
+    for points in far.values():
+        points.append((ids.shape[1], points[-1][1]))
+    counts = {name: sum(u.level == name for u in updates) for name in far}
+    first = next(iter(read.values()))
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
+        result=_result(read, counts, kept),
         trained=[_trained(arm) for arm in (hope, transformer)],
-        window=transformer.recipe.data.length,
-        trained_length=3000,
         documents=len(ids),
         positions={name: _by_position(found) for name, found in read.items()},
         kept=kept,
-        passages=_passages(text, losses[0].nan_to_num().tolist()),
+        passages=_passages(text, [0.0, *first[0].tolist()]),
         description=describe(hope.model, torch.optim.AdamW(hope.model.parameters())),
         timeline=timeline,
-        chunks={level.name: int(level.chunk) for level in learning.continuum.levels},
-        rate=RATE,
+        levels={level.name: level for level in hope.model.config.memory_levels if level.active},
+        distances=far,
+        worth=_worth(hope.model, ids, first),
         samples={NAMES[arm.name]: _sample(arm) for arm in (hope, transformer)},
     )
 

@@ -1,4 +1,4 @@
-"""The demo's report: what two small models did with text they had never seen, in pictures."""
+"""The demo's report: what small models whose levels learn did with unseen text, in pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from nestling.continuum import MemoryLevel
 from nestling.description import Description, Timeline
 from nestling.description.draw import picture
 from nestling.report.page import Page
@@ -34,11 +35,10 @@ class Marked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """Everything the report shows; points are (x, y) by the reader's name."""
+    """Everything the report shows; points are (x, y) by the reader's or the level's name."""
 
+    result: Sequence[str]  # the outcome in a few sentences
     trained: Sequence[Trained]
-    window: int  # tokens the Transformer sees
-    trained_length: int  # bytes of a training document
     documents: int
     positions: Mapping[str, Sequence[tuple[float, float]]]
     kept: Mapping[
@@ -47,24 +47,25 @@ class Story:
     passages: Sequence[Marked]
     description: Description
     timeline: Timeline
-    chunks: Mapping[str, int]
-    rate: float
+    levels: Mapping[str, MemoryLevel]
+    distances: Mapping[str, Sequence[tuple[float, float]]]  # of one document, by position
+    worth: Mapping[str, float]  # nats per byte that each level's learning saves
     samples: Mapping[str, str] = field(default_factory=dict)
 
 
 def tell(story: Story) -> Page:
     """The page."""
-    page = Page(
-        "A model that learns while it reads",
-        "Two small language models of equal size read the same invented chronicles: Hope, which has"
-        " memories at several time scales, and a Transformer. Then both met documents they had"
-        " never seen.",
+    page = Page("A model whose levels learn while it reads", " ".join(story.result))
+    page.text(
+        "Two small language models of equal size were trained on the same invented chronicles, both"
+        " with levels that learn while they read: Hope, whose layers are self-modifying memories,"
+        " and a Transformer with window attention. Then both met documents they had never seen."
     )
-    _diet(page, story)
-    _reading(page, story)
-    _surprise(page, story)
-    _forgetting(page, story)
     _levels(page, story)
+    _reading(page, story)
+    _forgetting(page, story)
+    _surprise(page, story)
+    _diet(page, story)
     _samples(page, story)
     page.footer(
         "Made by `nestling demo` on this machine, offline. One seed and models of a million"
@@ -98,11 +99,9 @@ def _reading(page: Page, story: Story) -> None:
     page.text(
         f"Each of the {story.documents} new documents tells of another valley, with people, places"
         " and words invented for it. The language is familiar; the facts can only be learned while"
-        f" reading. The Transformer looks back {story.window} bytes, the length of the windows it"
-        " was trained on. Hope carries a memory of constant size from the first byte to the last,"
-        f" also beyond the {story.trained_length:,} bytes of a training document. The third reader"
-        " is the same Hope with its continuum memory switched on: the weights of its MLPs keep"
-        " changing, each level at its own pace, driven by nothing but the next byte."
+        " reading. The same Hope reads them three times: with all levels learning, with only the"
+        " fastest one, and with all of them frozen, when only its memories go on. The Transformer's"
+        " levels learn, too; its attention sees a window."
     )
     page.figure(
         lines(
@@ -138,8 +137,8 @@ def _forgetting(page: Page, story: Story) -> None:
     page.text(
         "Each reader reads two thirds of a document, then a stretch of other documents, then the"
         " last third. How much better does it read the last third than a reader that skipped the"
-        " first two? Zero means: forgotten. The Transformer forgets what has left its window; a"
-        " memory forgets by being overwritten."
+        " first two? Zero means: forgotten. Attention forgets what has left its window; a"
+        " memory forgets by being overwritten; a slow level is overwritten last."
     )
     page.figure(
         lines(
@@ -153,22 +152,54 @@ def _forgetting(page: Page, story: Story) -> None:
 
 
 def _levels(page: Page, story: Story) -> None:
-    page.heading("What learns when")
+    page.heading("Levels, each at its own pace")
     page.text(
-        "The same Hope as a nested system: every part that learns, what it learns from, and how"
-        " often, the fastest on top."
+        "While Hope read the first new document, the weights of its levels changed by gradient"
+        " descent on the next byte. A fast level changes often and a little, a slow one seldom."
     )
-    page.figure(picture(story.description), "Levels of Hope and its optimizer during training.")
-    paces = ", ".join(f"{name} every {chunk:,} bytes" for name, chunk in story.chunks.items())
+    page.figure(
+        lines(
+            [Line(name, *_xy(points)) for name, points in story.distances.items()],
+            x="position in the document (bytes)",
+            y="distance from where it began",
+        ),
+        "How far each level has gone from its trained starting point: every step is an update.",
+    )
+    counts = {name: (len(points) - 2) // 2 for name, points in story.distances.items()}
+    page.table(
+        [
+            "level",
+            "changes every",
+            "rate",
+            "updates",
+            "distance at the end",
+            "worth, nats per byte",
+        ],
+        [
+            (
+                name,
+                f"{level.chunk:,} bytes",
+                f"{level.rate:g}",
+                counts[name],
+                f"{story.distances[name][-1][1]:.3f}",
+                f"{story.worth[name]:+.4f}",
+            )
+            for name, level in story.levels.items()
+        ],
+    )
     page.text(
-        f"While it read the first new document, the levels of the continuum memory changed: {paces}"
-        f" (gradient descent on the next byte, rate {story.rate:g}). A tall bar is a chunk that"
-        " surprised it."
+        "What a level is worth is the loss of all documents with its learning switched off, less"
+        " the loss with all levels learning. Its surprise at every update:"
     )
     page.figure(
         story.timeline.picture(),
         "Timeline of the levels: every update, its surprise, and the way its weights have gone.",
     )
+    page.text(
+        "The same Hope as a nested system: every part that learns, what it learns from, and how"
+        " often, the fastest on top."
+    )
+    page.figure(picture(story.description), "Levels of Hope and its optimizer during training.")
 
 
 def _samples(page: Page, story: Story) -> None:
