@@ -186,8 +186,8 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
                 means = [interval(values).mean for values in each]
                 drawn.append(Line(title, [float(size) for size in protocol.between], means))
         for level in some[0]["lesions"][0] if some[0]["lesions"] else ():
-            each = zip(*([lost[level] for lost in run["lesions"]] for run in some), strict=True)
-            lesions.append((title, level, *(show(values, 4, sign="+") for values in each)))
+            rises = zip(*([lost[level] for lost in run["lesions"]] for run in some), strict=True)
+            lesions.append((title, level, *(show(values, 4, sign="+") for values in rises)))
     sizes = [f"after {size:,} bytes of B" for size in protocol.between]
     hero = found.get(("books", "hope"), Cell({})).values("kept")
     said = [

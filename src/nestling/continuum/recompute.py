@@ -21,8 +21,8 @@ __all__ = ["again"]
 def again(function: Callable[[Any], Any], tree: Any, others: Sequence[Tensor]) -> Any:
     """`function(tree)`, a tree; gradients reach the tensors of `tree` and `others`.
 
-    others: tensors the function reads besides its argument (parameters, rates). It must give the
-    same when called twice, and nobody may differentiate its gradient once more.
+    others: the leaves (parameters) the function reads besides its argument. It must give the same
+    when called twice, and nobody may differentiate its gradient once more.
     """
     made: list[Any] = []
 

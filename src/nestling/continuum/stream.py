@@ -468,13 +468,18 @@ class TokenStream:
     ) -> tuple[Piece, Levels]:
         """`_segment`, of which only the beginning is kept until the backward pass."""
 
-        def segment(state: tuple[Levels, Any]) -> tuple[Piece, Levels]:
+        def segment(state: tuple[Levels, Any, tuple[Tensor, ...]]) -> tuple[Piece, Levels]:
             del self.updates[told:]  # what is computed again is not told again
-            return self._segment(tokens, wanted, *state, *rest)
+            given, learned = self.rates, iter(state[2])
+            self.rates = [next(learned) if isinstance(r, Tensor) else r for r in given]
+            try:
+                return self._segment(tokens, wanted, *state[:2], *rest)
+            finally:
+                self.rates = given
 
-        told = len(self.updates)
-        others = [*self.model.parameters(), *(r for r in self.rates if isinstance(r, Tensor))]
-        found: tuple[Piece, Levels] = again(segment, (levels, tree), others)
+        told, rates = len(self.updates), tuple(r for r in self.rates if isinstance(r, Tensor))
+        others = list(self.model.parameters())
+        found: tuple[Piece, Levels] = again(segment, (levels, tree, rates), others)
         return found
 
     def _keep(self, piece: Piece, skip: int, losses: Tensor) -> None:
