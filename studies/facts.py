@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import load_file, save
@@ -121,10 +122,13 @@ def ours(base: Base, rate: float, passes: int, **options: Any) -> Pupil:
 
 
 def copied(make: Any) -> Teach:
-    """Fine-tuning of a copy, and its remedies."""
+    """Fine-tuning of a copy, and its remedies; old text is measured once for all rates."""
+    measured: WeakKeyDictionary[Any, dict[str, list[Tensor]]] = WeakKeyDictionary()
 
     def teach(base: Base, rate: float, passes: int, **options: Any) -> Pupil:
-        learner = Tuned(base, make, rate, **options)
+        known = measured.setdefault(base.model, {})
+        learner = Tuned(base, make, rate, squares=known.get(str(options)), **options)
+        known[str(options)] = learner.squares
         return Pupil(learner.model, learner.learn, passes)
 
     return teach

@@ -43,6 +43,7 @@ class Tuned:
         diverges, and not rescaled by Adam.
     decay: dynamic evaluation, which pulls back to the initial weights in proportion to RMS(g).
     last: only the last so many decoder layers learn (LoRA: only their MLPs).
+    squares: the Fisher information, where it was measured before.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Tuned:
         lora: int = 0,
         decay: float | None = None,
         last: int | None = None,
+        squares: list[Tensor] | None = None,
     ) -> None:
         self.model = (
             _with_lora(copy.deepcopy(base.model), lora, last) if lora else _open(base, last)
@@ -67,8 +69,9 @@ class Tuned:
         self.old = base.replay
         self.weights: list[Any] = [p for p in self.model.parameters() if p.requires_grad]
         self.start = [p.detach().clone() for p in self.weights]
-        needs = penalty or pull or decay is not None
-        self.squares = _fisher(self.model, self.old, self.weights, window) if needs else []
+        self.squares = squares or []
+        if not self.squares and (penalty or pull or decay is not None):
+            self.squares = _fisher(self.model, self.old, self.weights, window)
         self.optimizer = make(self.weights, rate)
         self.steps = 0
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nestling.evaluate.facts import make_questions
 from studies import facts
+from studies.adapt import tuned
+from studies.adapt.texts import Base, book
 from studies.tasks.made_up import FORMS, made_up, passage
 
 BEFORE = {"recall": 0.25, "new": 4.0, "old": 3.0}
@@ -73,3 +77,27 @@ def test_findings_compare_texts_that_both_arms_reach():
     assert len(said) == 1
     assert "than with dynamic evaluation: 60%: shown (-" in said[0]
     assert ", 3)" in said[0]
+
+
+def test_old_text_is_measured_once_for_all_rates(monkeypatch):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    ids = torch.randint(3, 64, (200,), generator=torch.Generator().manual_seed(0))
+    base, made = Base(model, None, ids, ids, book), []
+    fisher = tuned._fisher
+    monkeypatch.setattr(tuned, "_fisher", lambda *given: made.append(1) or fisher(*given))
+    teach = facts.copied(tuned.sgd)
+    pupils = [teach(base, rate, 2, decay=0.005) for rate in (0.0, 1e-3)]
+    teach(base, 1e-3, 2, decay=0.02)
+    assert len(made) == 2
+    for pupil in pupils:
+        pupil.learn(ids[:70])
+    still, moved = (pupil(ids[None, :20]).logits for pupil in pupils)
+    assert torch.equal(still, model(ids[None, :20]).logits)
+    assert not torch.allclose(moved, still, atol=1e-4)
