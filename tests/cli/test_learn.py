@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert "middle" in page
     assert "svg{max-width:100%" in page  # no horizontal scroll
     assert page.count("<th>") == 4  # level, chunk, updates, and one number
+    numbers = re.findall(r"drift ([0-9.]+%)", page)
+    assert len(numbers) == 3  # the picture and the table say the same
+    assert all(f"<td>{number}</td>" in page for number in numbers)
     base, tokenizer = load_pretrained(model)
     learner = load_learner(base, memory, tokenizer=tokenizer)
     learned = learner.score(TEXT[:200])

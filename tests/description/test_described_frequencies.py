@@ -62,7 +62,7 @@ def test_frequencies_across_steps_equal_those_counted():
             if held is not None:
                 slow.setdefault(name, []).append(held.clone())
     for level, chunk in enumerate(chunks):
-        component = description[f"model.layers.0-1.channel.mlps.{level}"]
+        component = description[f"model.layers.0-1.channel level l{level}"]
         assert component.frequency == (0 if chunk == math.inf else 1 / chunk)
         count = changed[f"model.layers.1.channel.mlps.{level}.up.weight"]
         assert component.frequency * steps == count
@@ -77,7 +77,7 @@ def test_frequencies_across_steps_equal_those_counted():
     )
     frozen = description.levels[0]
     assert frozen.every == "never"
-    assert "model.layers.0-1.channel.mlps.2" in [c.name for c in frozen.components]
+    assert "model.layers.0-1.channel level l2" in [c.name for c in frozen.components]
 
 
 @pytest.mark.parametrize(

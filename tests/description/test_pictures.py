@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from described import hope
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -186,3 +187,25 @@ def test_a_timeline_survives_divergence_and_emptiness(tmp_path):
     assert "1 not finite" in path.read_text()
     assert json.loads(timeline.to_json())[-1]["loss"] is None
     assert path.stat().st_size < 300_000
+
+
+def test_the_levels_of_hope_are_boxes_of_their_own(tmp_path):
+    """Each with its name and the pace it declares, however the optimizer steps them."""
+    model = hope(levels=[{"name": "fast", "chunk": 8}, {"name": "slow", "chunk": 64}])
+    description = describe(model, torch.optim.AdamW(model.parameters()))
+    for name, pace in (("fast", "every 8 tokens"), ("slow", "every 64 tokens")):
+        component = description[f"model.layers.0-1.channel level {name}"]
+        assert component.context == f"training batches; declared: {pace}"
+        assert component.copies == 2
+    picture = description.draw(tmp_path / "x.svg").read_text()
+    assert "level fast" in picture
+    assert "level slow" in picture
+
+
+def test_a_level_that_never_moved_says_so():
+    timeline = Timeline()
+    for position in range(1, 5):
+        timeline.record(LevelUpdate(position, "fast", 1.0, 0.0, 0.0, 0.0))
+    assert "way 0" in timeline.picture()
+    assert "way" not in timeline.picture({"fast": "drift 0.0%"}).replace("way gone so far", "")
+    assert "drift 0.0%" in timeline.picture({"fast": "drift 0.0%"})

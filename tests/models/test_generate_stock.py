@@ -127,6 +127,24 @@ def test_only_the_logits_that_are_needed_are_made(name):
     torch.testing.assert_close(model(ids, logits_to_keep=some).logits, whole[:, some])
 
 
+@pytest.mark.parametrize("name", ["hope", "hope_attention"])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_the_last_logits_are_the_last_column_whatever_the_padding(name, learns, side):
+    rate = {"rate": 0.1} if learns else {}
+    levels = [{"name": "fast", "chunk": 4, **rate}, {"name": "slow", "chunk": 8, **rate}]
+    model, ids = model_of(name, levels=levels), tokens(2, 9)
+    mask = torch.ones_like(ids)
+    if side != "right":
+        mask[0, :2] = 0
+    if side != "left":
+        mask[1, -2:] = 0
+    whole = model(ids, attention_mask=mask).logits
+    for keep in (1, 3):
+        kept = model(ids, attention_mask=mask, logits_to_keep=keep).logits
+        torch.testing.assert_close(kept, whole[:, -keep:])
+
+
 def test_the_model_is_a_generating_one_and_its_forward_a_stock_one():
     model = model_of("hope")
     assert isinstance(model, GenerationMixin)

@@ -9,9 +9,15 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from nestling.cli import learn
+from nestling.description import describe
+from nestling.levels import LevelUpdate
+from nestling.models import NestlingForCausalLM, presets
 from nestling.report.story import tell
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -51,15 +57,55 @@ def chromium(tmp_path):
     return look
 
 
+def look_at(page, chromium, *arguments: str) -> dict:
+    """What the script of `LOOK` finds on a page."""
+    with_look = page.with_name("look.html")
+    text = page.read_text()
+    end = "</body>" if "</body>" in text else "</html>"
+    with_look.write_text(text.replace(end, LOOK + end))
+    dom = chromium("--dump-dom", *arguments, with_look.as_uri())
+    said = re.search(r'data-said="([^"]*)"', dom).group(1)
+    return json.loads(said.replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&"))
+
+
+def levels_page(folder):
+    model = NestlingForCausalLM(presets.tiny())
+    return describe(model, torch.optim.AdamW(model.parameters())).draw(folder / "levels.html")
+
+
+def timeline_page(folder):
+    levels = ("fast", 64, 1), ("middle", 512, 8), ("slow", 4096, 64)
+    drift = [
+        SimpleNamespace(level=name, chunk=chunk, updates=64 // pace, drift=0.0123 * pace)
+        for name, chunk, pace in levels
+    ]
+    history = [
+        LevelUpdate(64 * step, name, 3.0, 1.0, 0.1, 0.1 * step)
+        for step in range(1, 65)
+        for name, _, pace in levels
+        if step % pace == 0
+    ]
+    learner = SimpleNamespace(history=history, drift=drift, position=4096)
+    memory = folder / ("a_memory_with_a_long_name" * 3)
+    return learn._draw(learner, folder / "timeline.html", memory)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("make", [levels_page, timeline_page])
+def test_pages_fit_every_screen(make, width, tmp_path, chromium):
+    """Nothing sticks out, so nobody scrolls sideways, and no text lies on another."""
+    found = look_at(make(tmp_path), chromium, f"--window-size={width},1000")
+    assert found["texts"] > 5
+    assert found["bad"] == []
+    assert found["out"] == []
+    assert found["wide"] <= max(width, 500)  # what this browser makes its narrowest window
+
+
 def test_the_report_in_a_real_browser(story, tmp_path, chromium):
     page = tell(story).save(tmp_path / "report.html")
     shot = tmp_path / "report.png"
     chromium(f"--screenshot={shot}", page.as_uri())
-    with_look = tmp_path / "look.html"
-    with_look.write_text(page.read_text().replace("</body>", LOOK + "</body>"))
-    dom = chromium("--dump-dom", with_look.as_uri())
-    said = re.search(r'data-said="([^"]*)"', dom).group(1)
-    found = json.loads(said.replace("&quot;", '"').replace("&lt;", "<").replace("&amp;", "&"))
+    found = look_at(page, chromium)
     assert found["texts"] > 90
     assert found["bad"] == []
     assert found["out"] == []

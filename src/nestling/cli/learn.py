@@ -319,20 +319,25 @@ def _draw(learner: Any, out: Path, memory: Path) -> Path:
         return timeline.draw(out)
     from html import escape
 
+    drift = {d.level: f"{d.drift:.1%}" for d in learner.drift}
     rows = "".join(
-        f"<tr><td>{escape(d.level)}</td><td>{d.chunk}</td><td>{d.updates}</td>"
-        f"<td>{d.drift:.4f}</td></tr>"
+        f"<tr><td>{escape(d.level)}</td><td>every {d.chunk} tokens</td><td>{d.updates}</td>"
+        f"<td>{drift[d.level]}</td></tr>"
         for d in learner.drift
     )
+    said = {level: f"drift {number}" for level, number in drift.items()}
     out.write_text(
-        '<!doctype html><meta charset="utf-8"><title>Memory timeline</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Memory timeline</title>'
         '<meta name="viewport" content="width=device-width">'
         "<style>body{font:15px system-ui,sans-serif;margin:2rem auto;max-width:1180px"
         ";padding:0 1rem}"
-        "svg{max-width:100%;height:auto}h1{overflow-wrap:anywhere}"
-        f"td,th{{padding:.2rem 1rem;text-align:right}}</style><h1>{escape(str(memory))}</h1>"
-        f"{timeline.picture()}<table><tr><th>level</th><th>chunk</th><th>updates</th>"
-        f"<th>drift: its difference over the weights</th></tr>{rows}</table>\n",
+        "svg{max-width:100%;height:auto}h1{overflow-wrap:anywhere}table{margin:1rem 0}"
+        "td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}</style>"
+        f"<h1>What the memory {escape(repr(str(memory)))} learned, and when</h1>"
+        f"{timeline.picture(said)}<table><tr><th>level</th><th>learns</th><th>updates</th>"
+        f"<th>drift</th></tr>{rows}</table>"
+        f"<p>{learner.position:,} tokens were read. Drift is the size of what a level has learned"
+        " over the size of the weights it changes.</p></html>\n",
         encoding="utf-8",
     )
     return out

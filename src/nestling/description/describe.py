@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nestling.description.description import Component, Description
-from nestling.description.modules import collapse, continuum, in_context, unknown_mixers
+from nestling.description.modules import (
+    collapse,
+    continuum,
+    in_context,
+    level_weights,
+    unknown_mixers,
+)
 from nestling.description.optimizers import Stepped, memories, parts
 
 __all__ = ["describe"]
@@ -118,9 +124,12 @@ def _weights(
     """Weights of one pace, grouped by the module they belong to."""
     steps = part is not None and part.chunk != math.inf
     sizes = {id(p): p.numel() for p in model.parameters()}
+    levels = level_weights(model)
+    paces = dict(levels.values())
     groups: dict[str, int] = {}
     for key, name in names.items():
         module = _module(name) or type(model).__name__
+        module, _ = levels.get(module, (module, ""))
         groups[module] = groups.get(module, 0) + sizes[key]
     return collapse(
         Component(
@@ -131,12 +140,18 @@ def _weights(
             parameters=size,
             state=size if steps else 0,
             objective="the training loss" if steps else "none: frozen",
-            context="training batches" if steps else "",
+            context=_context(steps, paces.get(module)),
             transfer="backpropagation" if steps else "",
             needs=memories if steps else (),
         )
         for module, size in groups.items()
     )
+
+
+def _context(steps: bool, pace: str | None) -> str:
+    """What weights learn from; a level of a continuum memory also says the pace it declares."""
+    parts = ["training batches"] if steps else []
+    return "; ".join(parts + ([f"declared: {pace}"] if pace else []))
 
 
 def _module(name: str) -> str:

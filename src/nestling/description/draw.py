@@ -170,9 +170,15 @@ def _story(component: Component) -> str:
 
 def page(description: Description) -> str:
     """The picture and the table as one self-contained HTML page."""
-    head = "".join(f"<th>{name}</th>" for name in ("level", "updates", *COLUMNS))
+    names = ("level", "updates", *COLUMNS)
+    head = "".join(f"<th>{name}</th>" for name in names)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td data-name="{name}">{escape(cell)}</td>'
+            for name, cell in zip(names, row, strict=True)
+        )
+        + "</tr>"
         for row in description.rows()
     )
     style = (
@@ -181,9 +187,14 @@ def page(description: Description) -> str:
         "svg{max-width:100%;height:auto}table{border-collapse:collapse;margin-top:1.5rem;"
         "width:100%}td,th{text-align:left;vertical-align:top;padding:.35rem .6rem;"
         "border-bottom:1px solid #dde2e8}th{color:#5b6875;font-weight:600}"
+        "@media(max-width:900px){thead{display:none}tr{display:block;padding:.5rem 0;"
+        "border-bottom:1px solid #dde2e8}td{display:block;border:0;padding:.1rem 0;"
+        "overflow-wrap:anywhere}td:empty{display:none}"
+        "td::before{content:attr(data-name)': ';color:#5b6875}}"
     )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(description.title)}</title><style>{style}</style></head><body>"
         f"{picture(description)}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         "</body></html>\n"

@@ -21,7 +21,7 @@ from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
 from nestling.tree import tree_leaves
 
-__all__ = ["collapse", "continuum", "in_context", "unknown_mixers"]
+__all__ = ["collapse", "continuum", "in_context", "level_weights", "unknown_mixers"]
 
 PAIRS = "keys and values of the sequence"
 START = "its start is learned by backpropagation"
@@ -46,6 +46,16 @@ def continuum(model: nn.Module) -> list[str]:
         + f", as declared; {_learning(model, [name for name, _ in levels])}"
         for levels in sorted(declared)
     ]
+
+
+def level_weights(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """The modules of continuum levels by name: the level's own name, and the pace it declares."""
+    return {
+        f"{name}.mlps.{number}": (f"{name} level {level.name}", every("token", level.chunk))
+        for name, module in model.named_modules()
+        if isinstance(module, Chain | Parallel)
+        for number, level in enumerate(module.levels)
+    }
 
 
 def _learning(model: nn.Module, names: list[str]) -> str:

@@ -106,12 +106,17 @@ class Timeline:
         path.write_text(self.picture(), encoding="utf-8")
         return path
 
-    def picture(self) -> str:
-        """The timeline as SVG."""
+    def picture(self, numbers: Mapping[str, str] | None = None) -> str:
+        """The timeline as SVG.
+
+        numbers: what stands at the end of each level's row, by the level's name, in place of the
+            distance it has moved.
+        """
         legend = "a bar is an update, its height the surprise; the line is the way gone so far"
         parts = [text(24, 34, "Who changed when", 19, bold=True), text(24, 56, legend, 12, QUIET)]
         for place, level in enumerate(self.levels):
-            parts += self._row(level, HEAD + ROW * place, COLOURS[place % len(COLOURS)])
+            colour = COLOURS[place % len(COLOURS)]
+            parts += self._row(level, HEAD + ROW * place, colour, (numbers or {}).get(level))
         bottom = HEAD + ROW * len(self.levels)
         parts += [
             text(LEFT, bottom + 8, "1", 12, QUIET, at="middle"),
@@ -120,12 +125,12 @@ class Timeline:
         ]
         return document(WIDTH, bottom + 26, parts, "Who changed when")
 
-    def _row(self, level: str, y: float, colour: str) -> list[str]:
+    def _row(self, level: str, y: float, colour: str, number: str | None) -> list[str]:
         updates = self.of(level)
         what, surprises = _surprises(updates)
         room, base = ROW - 26, y + ROW - 22
         most = max((s for s in surprises if math.isfinite(s)), default=0) or 1.0
-        total = sum(u.step for u in updates if math.isfinite(u.step)) or 1.0
+        total = sum(u.step for u in updates if math.isfinite(u.step))
         names = fit(level, LEFT - 40, 14)
         parts = [
             text(24, y + 20 + 16 * i, line, 14, colour, bold=True) for i, line in enumerate(names)
@@ -141,7 +146,7 @@ class Timeline:
             bars.append(f"M {self._x(update.position):.1f} {base} v {-tall:.1f}")
         for update in updates:
             way += update.step if math.isfinite(update.step) else 0.0
-            line.append(f"{self._x(update.position):.1f},{base - room * way / total:.1f}")
+            line.append(f"{self._x(update.position):.1f},{base - room * way / (total or 1.0):.1f}")
         parts.append(
             f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{self._stroke()}"'
             f' opacity="0.45"><title>{escape(level)}</title></path>'
@@ -150,7 +155,7 @@ class Timeline:
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         )
-        parts.append(text(WIDTH - RIGHT + 12, y + 20, f"way {total:.3g}", 12, INK))
+        parts.append(text(WIDTH - RIGHT + 12, y + 20, number or f"way {total:.3g}", 12, INK))
         parts.append(text(WIDTH - RIGHT + 12, y + 38, f"{what} \u2264 {most:.3g}", 12, QUIET))
         if lost := sum(not math.isfinite(s + u.step) for s, u in zip(surprises, updates)):
             parts.append(text(WIDTH - RIGHT + 12, y + 56, f"{lost} not finite", 12, "#b91c1c"))

@@ -171,7 +171,7 @@ def _learn(model: Any, request: Request) -> Result:
         ids = request.ids.clone()
         groups = _groups(engine, request._replace(ids=ids))
         last_only = not request.keep_logits
-        if any(group.valid is not None for group in groups):
+        if any(_ends_early(group, ids.shape[1]) for group in groups):
             request = request._replace(keep_logits=True)  # texts end in different columns
         outer = None
         if request.targets is not None:
@@ -188,6 +188,13 @@ def _learn(model: Any, request: Request) -> Result:
             loss = _hand_over(model, engine, outer, request)
     joined = _joined(groups, logits, request)
     return Result(joined[:, -1:] if last_only else joined, loss, tuple(reader.updates))
+
+
+def _ends_early(group: _Group, length: int) -> bool:
+    """Whether the last column is padding in some row, so that its logits are zeros there."""
+    if group.valid is not None:
+        return True
+    return group.columns is not None and bool((group.columns[:, -1:] != length - 1).any())
 
 
 class _Reader:
