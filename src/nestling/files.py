@@ -485,7 +485,7 @@ _ENTRY = {"dtype": set(_DTYPES), "shape": [int], "data_offsets": [int]}
 
 
 class Manifest(NamedTuple):
-    """What `NAME.json` says, checked."""
+    """The content of `NAME.json`, checked."""
 
     parts: tuple[Part, ...]
     meta: Any

@@ -1,4 +1,4 @@
-"""What a memory is asked to minimise: losses and their error signals (Eq. 6, 17, 64-66).
+"""Objectives of a memory: losses and their error signals (Eq. 6, 17, 64-66).
 
 An objective is a value, and serves every memory made of linear layers:
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Signal(NamedTuple):
-    """What one linear layer is to learn from a pair: its gradient is `error input^T`."""
+    """The error and the input of one linear layer: its gradient is `error input^T`."""
 
     error: Tensor  # [..., N, Do]
     input: Tensor  # [..., N, Di]
@@ -99,7 +99,7 @@ class TwoLayer(NamedTuple):
 
 
 Architecture = Matrix | TwoLayer
-"""What a memory is made of: one linear layer, or two."""
+"""The weights of a memory: one linear layer, or two."""
 
 
 class Objective(NamedTuple):

@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[], Rule]] = {
 
 CHUNKS = (64, 512)
 BUDGET = 4e-5
-"""What one natural step of rate 1 may cost of what the model says by itself, in nats per token."""
+"""The cost of one natural step of rate 1 on the model's own text, in nats per token."""
 
 SHARE, MOST = 0.02, 32
 """A memory takes at most this share of the base model's bytes, and this rank, unless asked to."""

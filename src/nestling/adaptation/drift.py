@@ -136,7 +136,7 @@ def find_alarm(updates: Sequence[LevelUpdate], limits: Limits) -> Alarm | None:
 
 
 def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) -> Confine | None:
-    """What keeps every update of one memory within `limits.step` and `limits.drift`."""
+    """A function that keeps every update of one memory within `limits.step` and `limits.drift`."""
     if math.isinf(limits.step) and math.isinf(limits.drift):
         return None
     numbers = {level.name: number for number, level in enumerate(continuum.levels)}

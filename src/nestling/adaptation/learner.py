@@ -63,7 +63,7 @@ Progress = Callable[[int, "Report"], None]
 
 @dataclass
 class Report:
-    """What one call of `learn` did."""
+    """The record of one call of `learn`."""
 
     tokens: int = 0
     pairs: int = 0
@@ -301,11 +301,11 @@ class Learner:
         return report
 
     def new_text(self) -> None:
-        """What comes next has nothing to do with what was read; the memory stays."""
+        """Begin a new text, which has nothing to do with what was read; the memory stays."""
         self.state = self.continuum.new_context(self.state)
 
     def begin_text(self, name: str, *, go_on: bool = False) -> None:
-        """What is learned until `end_text` is one text; `learn(text)` calls both.
+        """Begin one text, which lasts until `end_text`; `learn(text)` calls both.
 
         go_on: the text was begun before the memory was saved and loaded.
         """

@@ -56,7 +56,7 @@ class MemoryTree(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a folder held, ready to be used."""
+    """The content of a folder, ready to be used."""
 
     state: ContinuumState
     own: Tensor | None
@@ -67,7 +67,7 @@ class Saved(NamedTuple):
 
 
 def describe(learner: Learner) -> dict[str, Any]:
-    """What must be equal for a memory to fit: the model, the levels, and their places."""
+    """The facts that must be equal for a memory to fit: model, levels, and their places."""
     continuum, settings = learner.continuum, learner.settings
     return {
         "model": {"class": type(learner.model).__name__, "fingerprint": fingerprint(learner.model)},

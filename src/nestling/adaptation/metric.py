@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 
 class Metric:
-    """What a step costs, for every slot; made by `measure_metric` and given to a `Continuum`."""
+    """The cost of steps, for every slot; made by `measure_metric` and given to a `Continuum`."""
 
     def __init__(self, costs: Sequence[Cost], budget: float) -> None:
         self.costs, self.budget = tuple(costs), budget

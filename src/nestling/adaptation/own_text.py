@@ -1,4 +1,4 @@
-"""What a model says by itself: a sample to measure forgetting by, with no data from elsewhere.
+"""A model's own text: a sample to measure forgetting by, with no data from elsewhere.
 
 Text sampled from a model at temperature 1 has, on average, the lowest loss under that very model:
 whatever a memory learns, the loss of such a sample can only rise, and the rise is what was

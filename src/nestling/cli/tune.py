@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _usual(recipe: Recipe) -> str:
-    """What is searched when nothing is named: the rate, from a third to three times its value."""
+    """The search when nothing is named: the rate, from a third to three times its value."""
     return f"optim.lr={recipe.optim.lr / 3:.3g}..{recipe.optim.lr * 3:.3g}"
 
 

@@ -25,7 +25,7 @@ from nestling.continuum.supervised import Loss, PairStream
 __all__ = ["METAS", "Continuum", "meta_loss"]
 
 METAS = (None, "frozen", "first_order", "second_order")
-"""What of a call can be differentiated; see `Continuum.forward`."""
+"""The kinds of differentiation through a call; see `Continuum.forward`."""
 
 
 class Continuum(nn.Module):

@@ -119,7 +119,7 @@ class LevelState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What is fixed before the first pair: who owns what, who feeds whom, what each rule needs."""
+    """Fixed before the first pair: who owns which part, who feeds whom, what each rule needs."""
 
     levels: tuple[MemoryLevel, ...]
     parts: tuple[tuple[Owned, ...], ...]  # per level
@@ -248,7 +248,7 @@ def _check_nested(levels: list[MemoryLevel], transfer: str) -> None:
 
 
 class Segment:
-    """What one segment of the text brings: each slot's inputs x and surprises `delta = dL/dy`.
+    """One segment of the text: each slot's inputs x and surprises `delta = dL/dy`.
 
     Gradients are formed when first asked for, and only once.
     """
@@ -497,7 +497,7 @@ def _ranked(
 
 
 def _retain(state: LevelState, level: MemoryLevel) -> Rate:
-    """What each sequence retains; those that collected nothing keep everything."""
+    """Each sequence's retention; those that collected nothing keep everything."""
     some = state.seen > 0
     return level.retain if bool(some.all()) else torch.where(some, level.retain, 1.0)
 
@@ -688,7 +688,7 @@ def _move(
 
 
 def _factor(seen: Tensor, mean: bool) -> Rate:
-    """What turns the chunk's sum into what the rule sees: a number, or [B, 1, 1]."""
+    """The factor from the chunk's sum to what the rule sees: a number, or [B, 1, 1]."""
     if not mean:
         return 1.0
     first = float(seen[0])
@@ -798,7 +798,7 @@ class Engine:
         return pair_up(reading, grads, graph=graph)
 
     def outputs(self, reading: Reading) -> list[Tensor]:
-        """What every call of a slot's layer returned, in the order of the slots."""
+        """The output of every call of a slot's layer, in the order of the slots."""
         for slot, records in zip(self.slots, reading.records, strict=True):
             if not records:
                 raise ValueError(

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Part(NamedTuple):
-    """What one level owns of a slot: all of it, or `start:stop` along one axis.
+    """One level's part of a slot: all of it, or `start:stop` along one axis.
 
     `axis` 0 are the layer's outputs (rows of W), 1 its inputs (columns); None is the whole matrix.
     """
@@ -430,7 +430,7 @@ def _finite(fast: Tensor | Factors) -> bool:
 
 
 def _lost(fast: Tensor | Factors, rank: int) -> tuple[Factors, Tensor]:
-    """What is not finite, in the form of its rank: every number is nan."""
+    """A difference that is not finite, in the form of its rank: every number is nan."""
     outputs, inputs = fast.shape[-2:] if isinstance(fast, Tensor) else (s.shape[-2] for s in fast)
     like = fast if isinstance(fast, Tensor) else fast.left
     sides = (like.new_full((like.shape[0], size, rank), torch.nan) for size in (outputs, inputs))

@@ -266,7 +266,7 @@ class LevelRates(nn.Module):
 
 
 class BlockState(NamedTuple):
-    """What a block knows of each sequence: its mixer's state and its channel's."""
+    """A block's state of each sequence: its mixer's and its channel's."""
 
     mixer: Any
     channel: Any

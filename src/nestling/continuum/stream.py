@@ -85,7 +85,7 @@ class ContinuumState(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What reading (and learning from) some tokens gives."""
+    """The result of reading (and learning from) some tokens."""
 
     logits: Tensor  # [B, T, V] for the token after each; [B, 1, V] with keep_logits=False
     losses: Tensor  # [B, T] each token's loss given all before it; nan for the very first
@@ -111,7 +111,7 @@ def begin(engine: Engine, batch: int) -> ContinuumState:
 
 
 class Piece(NamedTuple):
-    """What one forward pass gives."""
+    """The result of one forward pass."""
 
     logits: Tensor  # [B, n, V]
     losses: Tensor  # [B, m] of the targets it knows

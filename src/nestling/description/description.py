@@ -17,7 +17,7 @@ from nestling.levels import rank
 __all__ = ["CLOCKS", "Component", "Description", "LevelDescription", "every", "short"]
 
 CLOCKS = ("token", "step", "item", "never")
-"""What a component's chunk counts; a step takes in at least one token, so tokens are faster."""
+"""The units of a component's chunk; a step takes in at least one token, so tokens are faster."""
 
 
 def short(number: int) -> str:

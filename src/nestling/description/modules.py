@@ -1,4 +1,4 @@
-"""What learns in context inside a model, as components: our memories, attention, nothing guessed.
+"""The parts of a model that learn in context: our memories, attention, nothing guessed.
 
 A module can also speak for itself: one that has a method `describe_levels(name)` returning
 `Component`s is taken at its word.
@@ -34,7 +34,7 @@ def in_context(model: nn.Module) -> list[Component]:
 
 
 def continuum(model: nn.Module) -> list[str]:
-    """What to say about continuum memories that stay as they are while a sequence is read."""
+    """Notes on continuum memories that stay as they are while a sequence is read."""
     declared = {
         tuple((level.name, every("token", level.chunk)) for level in module.levels)
         for module in model.modules()

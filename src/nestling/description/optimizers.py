@@ -1,4 +1,4 @@
-"""What an optimizer remembers, as components: torch's, ours, or one nobody has seen before.
+"""An optimizer's memory as components: torch's, ours, or one nobody has seen before.
 
 Only what is known is said. Known classes are listed with their memories; of any other optimizer
 the state it has made so far is reported as it is, without an objective.
@@ -57,7 +57,7 @@ def parts(optimizer: Optimizer) -> Iterator[Stepped]:
 
 
 def memories(optimizer: Optimizer) -> list[Remembered]:
-    """What the optimizer remembers between steps, over all its parameters."""
+    """The optimizer's memory between steps, over all its parameters."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim") and name in TORCH:
         return _from_table(TORCH[name], optimizer)
@@ -114,7 +114,7 @@ LEARNS: dict[type, dict[str, str]] = {
     SecondMoment: {"second": SQUARE},
     MultiScaleState: {"fast": GRADIENT, "slow": "-<m, sum of g>", "second": SQUARE},
 }
-"""What the fields of our rules' states are trained on."""
+"""The data that each field of our rules' states is trained on."""
 
 KEPT_WITH = {"total": "slow", "slow_out": "slow"}
 """Fields that only serve another memory: the sum it is waiting for, and what it last answered."""

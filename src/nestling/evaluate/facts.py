@@ -154,7 +154,7 @@ def _shared(start: list[int], ids: list[int]) -> int:
 
 
 def _facts(sentence: str) -> list[_Fact]:
-    """What one sentence states; a fact told before in the sentence does not count."""
+    """The facts one sentence states; a fact told before in the sentence does not count."""
     found = []
     spans = [(m, "number") for m in _NUMBER.finditer(sentence)]
     spans += [(m, "name") for m in _NAME.finditer(sentence)]

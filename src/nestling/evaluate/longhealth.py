@@ -60,7 +60,7 @@ _FILLER = (
 
 
 class _Letter(NamedTuple):
-    """What one letter reports."""
+    """The content of one letter."""
 
     name: str
     born: str

@@ -33,7 +33,7 @@ class Data:
 
     @classmethod
     def load(cls, folder: str | Path) -> Data:
-        """What a folder holds: `ruler_words/`, `gutenberg_books/`, `babi/`, `qasper_leval/`."""
+        """The sources in a folder: `ruler_words/`, `gutenberg_books/`, `babi/`, `qasper_leval/`."""
         root = Path(folder)
         if not root.is_dir():
             raise ValueError(f"{folder}: no such folder of data")
@@ -142,7 +142,7 @@ def answer(
     piece: int = 1024,
     tokens: int | None = None,
 ) -> list[str]:
-    """What a model writes after each sample, greedily; samples are read side by side.
+    """A model's greedy continuation of each sample; samples are read side by side.
 
     A nestling model reads `piece` tokens of each at a time and keeps its memories' state, so the
     samples may have any length. Any other model gets one whole sample at a time.

@@ -1,4 +1,4 @@
-"""What every mixer memory is: a module with explicit state.
+"""The contract of every mixer memory: a module with explicit state.
 
     memory = SomeMemory(SomeConfig(width=256, heads=4, ...))
     state = memory.init(batch_size)                 # trained initial state, position 0
@@ -330,7 +330,7 @@ class Opened(NamedTuple):
 
 
 class Shell(nn.Module):
-    """What surrounds every fast-weight memory: convolution, projections to heads, and back.
+    """The layers around every fast-weight memory: convolution, projections to heads, and back.
 
     The convolution comes before the projections, or with `conv_each` after them, so that each has
     taps of its own: a key can then be the last token's and a query this one's in all channels. On

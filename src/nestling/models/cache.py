@@ -15,7 +15,7 @@ __all__ = ["Learned", "MemoryCache", "MemoryLayer", "position"]
 
 
 class Learned(NamedTuple):
-    """What a batch of sequences has read and learned, in groups that stand at one position."""
+    """A batch of sequences, as read and learned, in groups that stand at one position."""
 
     rows: tuple[Tensor, ...]  # per group: its sequences' places in the batch, [b] int64
     states: tuple[ContinuumState, ...]

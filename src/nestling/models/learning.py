@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What it gives."""
+    """The result of a request."""
 
     logits: Tensor  # [B, T, V]; [B, 1, V] without `keep_logits`
     loss: Tensor | None  # with `targets`
@@ -122,7 +122,7 @@ def _without_gradients(module: Any) -> Any:
 def outer_targets(
     ids: Tensor, labels: Tensor | None, shifted: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """What each token's logits are to predict, [B, T]: the label after it, or `shift_labels`.
+    """The target of each token's logits, [B, T]: the label after it, or `shift_labels`.
 
     Padding predicts nothing, not even the first token of a text.
     """

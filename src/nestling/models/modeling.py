@@ -85,7 +85,7 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
 
 
 class NestlingPreTrainedModel(PreTrainedModel):
-    """What both classes tell transformers about themselves."""
+    """The facts both classes tell transformers about themselves."""
 
     config_class = NestlingConfig
     config: NestlingConfig
@@ -243,7 +243,7 @@ class NestlingModel(NestlingPreTrainedModel):
 
 @dataclass
 class NestlingOutput(CausalLMOutputWithPast):
-    """What a model whose levels learn gives: also what they did, in the order it happened."""
+    """The output of a model whose levels learn, with their updates in the order they happened."""
 
     updates: tuple[LevelUpdate, ...] | None = None
 

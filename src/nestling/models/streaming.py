@@ -19,7 +19,7 @@ __all__ = ["StreamOutput", "stream"]
 
 
 class StreamOutput(NamedTuple):
-    """What reading one piece gives."""
+    """The result of reading one piece."""
 
     logits: Tensor  # [B, T, V] for the token after each
     losses: Tensor  # [B, T] each token's loss, given all before it; nan for the very first

@@ -64,7 +64,7 @@ class Capture:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def reads(self, weight: Tensor) -> Tensor | None:
-        """What the layer answered to the rows of `pairs`, `x W^T` [n, Do]; None if not all kept."""
+        """The layer's answers to the rows of `pairs`, `x W^T` [n, Do]; None if not all kept."""
         rows = [row[2] for row in self._rows.get(weight, [])]
         kept = [row for row in rows if row is not None and row.dtype == weight.dtype]
         return torch.cat(kept) if rows and len(kept) == len(rows) else None

@@ -59,7 +59,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         super().__init__(params, defaults)
 
     def kind(self, group: Group, parameter: Tensor) -> Any:
-        """What tells apart the group's parameters: True for vectors (fewer than two dimensions)."""
+        """How a group's parameters differ: True for vectors (fewer than two dimensions)."""
         return parameter.ndim < 2
 
     @abstractmethod
@@ -127,7 +127,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                         self._start(group, parameter, rule)
 
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
-        """What each parameter brings to this step; tensors as the parameter has them."""
+        """The write of each parameter in this step; tensors as the parameter has them."""
         return [self._item(group, parameter) for parameter in parameters]
 
     def take_directly(self, group: Group, parameter: Tensor, gates: Gates) -> bool:

@@ -1,4 +1,4 @@
-"""What every rule is: a pair of pure functions with explicit state, and how to compose them.
+"""Rules: pairs of pure functions with explicit state, and how to compose them.
 
 A rule turns the gradient that reaches a weight into the direction to step along:
 
@@ -39,7 +39,7 @@ State = Any
 
 
 class Write(NamedTuple):
-    """What one step brings to a weight.
+    """One step's write to a weight.
 
     `grad` is the loss's gradient (for a linear layer `sum_n delta_n x_n^T`). `x` and `u` are the
     pairs it came from, where known: the layer's inputs and its write targets `u = -delta`.

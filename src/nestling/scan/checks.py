@@ -1,4 +1,4 @@
-"""What the scan accepts: shapes, dtypes and values, each error naming the argument and the remedy.
+"""Checks of a scan's input: shapes, dtypes and values; errors name the argument and the remedy.
 
 Shapes (`...` are the same leading dimensions everywhere; nothing is broadcast):
 state `[..., Do, Di]`, x and queries `[..., T, Di]`, u `[..., T, Do]`, gates `[..., T]`.

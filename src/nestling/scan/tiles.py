@@ -1,4 +1,4 @@
-"""What the Triton kernels of all scans share: the exact inverse of a chunk, tile sizes, precision.
+"""Shared by the Triton kernels of all scans: the exact inverse of a chunk, tile sizes, precision.
 
 This file and the `triton.py` beside each scan are loaded only where the Triton back end is used
 (extra `nestling[triton]`). Kernels compute in float32 whatever the inputs are: bf16 values become
@@ -31,7 +31,7 @@ LARGEST = 128
 """The widest memory a program's tiles hold."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What tensors may be given in."""
+"""The dtypes that tensors may have."""
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on CPU tensors; decided as they are loaded."""

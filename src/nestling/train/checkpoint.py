@@ -72,7 +72,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 class _Share(NamedTuple):
-    """What this process writes, and where its rows lie in the whole tensors."""
+    """The tensors this process writes, and where its rows lie in the whole tensors."""
 
     tensors: dict[str, Tensor]
     rows: dict[str, tuple[int, int]]  # first row and one past the last

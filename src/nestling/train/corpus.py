@@ -94,7 +94,7 @@ class Corpus:
         return [path]
 
     def fingerprint(self) -> list[object]:
-        """What identifies the content without reading it: names, sizes and times of change."""
+        """An identity of the content without reading it: names, sizes and times of change."""
         facts: list[object] = [self.source, self.separator, self.field, self.split]
         if not self.source.startswith((BUILTIN, "hf:")):
             for path in self.files():

@@ -1,4 +1,4 @@
-"""What a run costs on GPUs: operations, bytes and communication, before anything is rented.
+"""The cost of a run on GPUs: operations, bytes and communication, before anything is rented.
 
 Operations are counted, not estimated: one block of the real width runs forward and backward on this
 machine under torch's operation counter. Time follows from peak figures and an assumed utilisation;

@@ -50,7 +50,7 @@ _PATIENCE = 24 * 3600.0  # seconds to wait for another process that makes the sa
 
 
 class Encoder(Protocol):
-    """What packing needs of a tokenizer."""
+    """The part of a tokenizer that packing needs."""
 
     vocab_size: int
     eos_token_id: int

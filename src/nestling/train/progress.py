@@ -1,4 +1,4 @@
-"""What a run says: a bar in a terminal, plain lines elsewhere, JSON lines and TensorBoard."""
+"""A run's progress: a bar in a terminal, plain lines elsewhere, JSON lines and TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is: frozen settings, and `key=value` changes to them with clear errors."""
+"""The settings of a run: frozen, with `key=value` changes and clear errors."""
 
 from __future__ import annotations
 

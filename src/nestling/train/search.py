@@ -22,7 +22,7 @@ from nestling.train.recipe import Recipe, changed
 __all__ = ["Axis", "apply", "halton", "is_axis", "read_space", "tpe"]
 
 LEVEL = "level"
-"""What keys of a level begin with: level.NAME.rate, level.NAME.chunk, level.NAME.retain."""
+"""The prefix of a level's keys: level.NAME.rate, level.NAME.chunk, level.NAME.retain."""
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 

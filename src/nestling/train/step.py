@@ -26,7 +26,7 @@ __all__ = ["Gradients", "Restarts", "gradients", "level_norms", "loss_sum", "pre
 
 
 class Gradients(NamedTuple):
-    """What a backward pass found: the mean loss over all processes, and the memories after it."""
+    """The result of a backward pass: mean loss over all processes, and the memories after it."""
 
     loss: float
     tokens: int

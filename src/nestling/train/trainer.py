@@ -351,7 +351,7 @@ def effects(
     world: World,
     levels: Sequence[str],
 ) -> dict[str, float]:
-    """What each learning level is worth on a slice of the text, in nats per token.
+    """The worth of each learning level on a slice of the text, in nats per token.
 
     The effect of a level is the loss with it frozen minus the loss with all of them learning.
     """
@@ -380,7 +380,7 @@ def level_measures(model: Any, ids: Tensor, levels: Sequence[str]) -> dict[str, 
 
 
 class _Memory(NamedTuple):
-    """What must survive between steps, besides weights and optimizer."""
+    """State that must survive between steps, besides weights and optimizer."""
 
     step: int = 0
     best: float = math.inf

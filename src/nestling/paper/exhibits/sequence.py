@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Context(NamedTuple):
-    """What a memory learns from and is asked."""
+    """The keys and values a memory learns from, and the queries it is asked."""
 
     keys: Tensor  # [..., T, Di]
     values: Tensor  # [..., T, Do]

@@ -31,7 +31,7 @@ OUTER, TAIL = "block", "convolution"
 
 
 class Seen(NamedTuple):
-    """What the slow problems see at one token: it, the fast state, each other's weights."""
+    """The slow problems' view of one token: it, the fast state, each other's weights."""
 
     token: Token
     tail: Tensor
@@ -55,7 +55,7 @@ class Parts(nn.Module):
         return self.block.norm(x)
 
     def inputs(self, x: Tensor, tail: Tensor) -> Inputs:
-        """What the memories see of one token: [B, D] -> [B H, d] each."""
+        """The memories' inputs from one token: [B, D] -> [B H, d] each."""
         mixer: Any = self.block.mixer
         opened = mixer.shell.open(self.block.norm(x)[:, None], tail, None)
         found = mixer._inputs(opened, None)

@@ -26,7 +26,7 @@ Loss = Callable[[Parameters, Any], Tensor]
 
 
 class Task(NamedTuple):
-    """What a fast level may learn from, and what the slow level judges it by."""
+    """A task: data the fast level learns from, and data the slow level judges it by."""
 
     support: Any
     query: Any
@@ -115,7 +115,7 @@ def meta_learning(
 def solve_task(
     parameters: Parameters, loss: Loss, support: Any, *, steps: int, rate: float
 ) -> Parameters:
-    """What the fast level does with one task: `steps` steps from these parameters."""
+    """Let the fast level learn one task: `steps` steps from these parameters."""
     solver, own = descend(steps=steps), leaf(parameters)
     due = Due(lambda p: loss(p, support), (support,), own, solver.init(own), Gates(rate=rate), 0)
     return {name: value.detach() for name, value in solver.solve(due).parameters.items()}

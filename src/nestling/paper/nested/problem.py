@@ -24,7 +24,7 @@ Loss = Callable[[Parameters, Any], Tensor]
 
 
 class View(Mapping[str, Parameters]):
-    """What a problem sees at one item: the item, and the state of the problems it reads.
+    """A problem's view of one item: the item, and the state of the problems it reads.
 
     Only declared reads are visible, so the picture of a system is the truth about it.
     """

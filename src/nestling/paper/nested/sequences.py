@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the slow problem sees at one token: the token, and the faster problems' state."""
+    """The slow problem's view of one token: the token, and the faster problems' state."""
 
     token: Token
     state: dict[str, Parameters]
@@ -141,7 +141,7 @@ def learner(
     chunk: int | float,
     through: tuple[str, ...],
 ) -> Problem:
-    """What training learns: it predicts each token with the faster problems' state.
+    """The problem that training solves: predict each token with the faster problems' state.
 
     Its gradient flows back through the updates of the problems named in `through`; `chunk` is the
     number of tokens in a training sequence.

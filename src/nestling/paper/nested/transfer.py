@@ -53,7 +53,7 @@ class Transfer:
     previous: bool = False
 
     def see(self, parameters: Parameters) -> Parameters:
-        """What the reader gets to see of the source's parameters."""
+        """The source's parameters as the reader sees them."""
         if self.order:
             return parameters
         return {name: value.detach() for name, value in parameters.items()}

@@ -80,7 +80,7 @@ def segments(x: Tensor, width: int, chunk: int) -> Iterator[Segment]:
 
 
 class Options(NamedTuple):
-    """What the kernel is asked to do."""
+    """The options of one call of the kernel."""
 
     erase: bool  # dgd; False is gd
     after: bool  # reads see their own token's write
@@ -89,7 +89,7 @@ class Options(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What only some memories ask for; both need `Options.erase`."""
+    """Inputs of some memories only; both need `Options.erase`."""
 
     share: Tensor | None = None  # [M] how much of a write's rate erases, a constant; None is one
     home: Tensor | None = None  # [M, Do, Di] makes values of u, which is then [M, T, Di]
@@ -99,7 +99,7 @@ PLAIN = Extra()
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps for the backward pass, in the compute dtype."""
+    """Tensors the forward pass keeps for the backward pass, in the compute dtype."""
 
     starts: Tensor  # [chunks + 1, M, Do, Di] memory at the start of every chunk, and at the end
     errors: Tensor  # [T * M * Do] surprises, chunk after chunk; empty when recomputed or gd
@@ -146,7 +146,7 @@ def _solve(parts: Parts, out: Tensor, work: Workspace) -> Tensor:
 
 
 def _rows_read(parts: Parts, after: bool) -> tuple[Tensor, Tensor]:
-    """What reads weigh writes and the start state by: rows of G `[Q, C, C]` and g `[Q, C, 1]`."""
+    """The weights of writes and start state in the reads: G `[Q, C, C]` and g `[Q, C, 1]`."""
     rows = slice(1, None) if after else slice(None, -1)
     return parts.G[:, rows], parts.g[:, rows].unsqueeze(-1)
 
