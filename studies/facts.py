@@ -148,7 +148,7 @@ ARMS = {
         "nestling.adapt",
         ours,
         (0.7, 1.0, 1.4, 2.0),
-        ({}, {"chunks": [32, 256]}, {"layers": "last half"}),
+        ({}, {"matrices": "all"}, {"layers": "last half"}),
     ),
     "dynamic": Arm(
         "dynamic evaluation",
