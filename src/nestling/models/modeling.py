@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from nestling.continuum import Block, BlockState
-from nestling.continuum.layers import LevelRates
+from nestling.continuum.layers import LevelLinear, LevelRates
 from nestling.levels import LevelUpdate
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
@@ -101,6 +101,8 @@ class NestlingPreTrainedModel(PreTrainedModel):
         """Our own modules know their initial values; the embedding's scale is configured."""
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, LevelLinear):
+            return  # its MLP gives it its values
         elif type(module).__module__.startswith("nestling."):
             _reset(module)
 

@@ -55,7 +55,10 @@ class Story:
 
 def tell(story: Story) -> Page:
     """The page."""
-    page = Page("A model whose levels learn while it reads", " ".join(story.result))
+    first, *more = story.result
+    page = Page("A model whose levels learn while it reads", first)
+    for line in more:
+        page.text(line)
     page.text(
         "Two small language models of equal size were trained on the same invented chronicles, both"
         " with levels that learn while they read: Hope, whose layers are self-modifying memories,"
