@@ -29,7 +29,7 @@ from nestling.report import Line, lines
 from studies import default
 from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
-from studies.harness.models import keep_model, kept_model, parameters
+from studies.harness.models import keep_model, kept_model, loss_of, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Context, Job, Study, cells
@@ -123,12 +123,6 @@ def books(context: Context, protocol: Protocol, arm: str = "") -> Books:
     seen = seen[: protocol.few_bytes] if arm.endswith("_few") else seen
     kinds = protocol.development, protocol.held_out
     return Books(seen, *(text.joined(all_books[name] for name in names) for names in kinds))
-
-
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """The mean loss of a window; levels that learn do so on the way."""
-    loss: Tensor = model(ids[:, :-1], shift_labels=ids[:, 1:].contiguous(), use_cache=False).loss
-    return loss
 
 
 def trained(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from nestling.models import presets
 from nestling.report import Line, lines
 from studies import default
 from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
-from studies.harness.models import keep_model, parameters
+from studies.harness.models import keep_model, loss_of, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
@@ -53,8 +52,8 @@ class Protocol:
     """What was fixed before the first run."""
 
     tokens_per_parameter: float = 10.0
-    length: int = 512
-    rows: int = 8
+    length: int = 2048
+    rows: int = 2
     rates: tuple[float, ...] = (3e-3, 6e-3, 12e-3)
     trial_share: float = 0.1
     weight_decay: float = 0.1
@@ -63,8 +62,8 @@ class Protocol:
     tuning_seed: int = 100
     valid_windows: int = 64
     streams: int = 8
-    times: int = 8
-    asked: int = 200
+    times: int = 16
+    asked: int = 100
     analysis: str = "validation loss decides; paired by seed, 95% by Student's t, three seeds"
 
     def steps(self, size: presets.Size, *, trial: bool) -> int:
@@ -105,7 +104,7 @@ def trained(
     def loss(step: int) -> Tensor:
         place = 1_000_003 * (job.seed + 1) + step
         ids = text.windows(data.train, protocol.rows, protocol.length, place)
-        return cross_entropy(made(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        return loss_of(inner, ids)
 
     steps = protocol.steps(size, trial=job.trial)
     done = train([made], loss, optimizer, steps=steps, schedule=cosine(), save=context.scratch)
@@ -156,10 +155,11 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         x = [length * (i + 0.5) for i in range(len(each))]
         means = [interval(values) for values in each]
         drawn.append(Line(study.arms[arm], x, [m.mean for m in means]))
-        stretches.append((study.arms[arm], *(show(values) for values in each)))
+        shown = [i for i in range(len(each)) if (i + 1).bit_count() == 1]  # 1, 2, 4, 8, ... windows
+        stretches.append((study.arms[arm], *(show(each[i]) for i in shown)))
         picked = [run["choices"] for run in cell.runs.values()]
         chosen.append((study.arms[arm], *(percent([p[n] for p in picked]) for n in text.CHOICES)))
-    ends = [f"to {length * (i + 1):,}" for i in range(len(stretches[0]) - 1)]
+    ends = [f"to {length * 2**i:,}" for i in range(len(stretches[0]) - 1)]
     extra = (
         Section(title="Loss against position", body=table(["", *ends], stretches)),
         Section(

@@ -24,6 +24,7 @@ __all__ = [
     "keep_model",
     "kept_facts",
     "kept_model",
+    "loss_of",
     "parameters",
     "predict",
     "seal",
@@ -65,6 +66,12 @@ class Arm(nn.Module):
         """[B, T] -> [B, T, V]."""
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """The mean loss of windows [B, T + 1] by a language model; levels that learn do so."""
+    loss: Tensor = model(ids[:, :-1], shift_labels=ids[:, 1:].contiguous(), use_cache=False).loss
+    return loss
 
 
 def arm_of(name: str, size: presets.Size, options: dict[str, Any], **fields: Any) -> nn.Module:
