@@ -33,7 +33,7 @@ K, M = 1 << 10, 1 << 20
 class Protocol:
     """What was fixed before the first run."""
 
-    curriculum: Curriculum = field(default_factory=lambda: Curriculum(steps=1500))
+    curriculum: Curriculum = field(default_factory=lambda: Curriculum(steps=1200))
     rates: tuple[float, ...] = (2e-3, 4e-3)
     trial_share: float = 0.2
     seeds: tuple[int, ...] = (0, 1, 2)

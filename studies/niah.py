@@ -41,14 +41,14 @@ class Protocol:
 
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
-            steps=1500, stages=((0.4, 512), (0.6, 1024), (0.8, 2048), (1.0, 4096))
+            steps=1000, stages=((0.4, 512), (0.6, 1024), (0.8, 2048), (1.0, 4096))
         )
     )
     rates: tuple[float, ...] = (2e-3, 4e-3)
     trial_share: float = 0.2
     seeds: tuple[int, ...] = (0, 1, 2)
     tuning_seed: int = 100
-    samples: tuple[tuple[int, int], ...] = ((4 * K, 100), (8 * K, 100), (16 * K, 100), (64 * K, 30))
+    samples: tuple[tuple[int, int], ...] = ((4 * K, 50), (8 * K, 50), (16 * K, 50), (64 * K, 20))
     transformer: int = 16 * K  # how far attention reads
     floor: float = 0.0  # a task of which nothing is right is not read further
     analysis: str = (
