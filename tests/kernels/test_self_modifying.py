@@ -51,6 +51,10 @@ RULES: dict[str, tuple[SelfRule, int, int, dict[str, Any]]] = {
     "shared values, no erasing": (
         SelfRule(own_values=False, erase=False, chunk=16, chunk_others=16), 18, 1, {},
     ),
+    "steered": (
+        SelfRule(adaptive=(), tied=True, chunk=16, chunk_others=16), 20, 5,
+        {"batch": 2, "adding": True},
+    ),
     "slow others": (SelfRule(chunk=8, chunk_others=16), 20, 5, {}),
     "slow memory": (SelfRule(chunk=16, chunk_others=8, objective=l2), 20, 5, {}),
     "tied retention": (SelfRule(chunk=16, chunk_others=16, tied=True), 20, 5, {}),
