@@ -17,6 +17,7 @@ PAGES = {
     "adapt": ["adapt.md", "adapt_smollm2.md"],
     "optim": ["optim.md"],
     "languages": ["languages.md"],
+    "timescales": ["continual_timescales.md", "continual_timescales.svg"],
 }
 
 
