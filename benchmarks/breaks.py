@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[1]
 FILES, PRETRAINED = "src/nestling/files.py", "src/nestling/adaptation/pretrained.py"
@@ -152,25 +152,38 @@ def caught(one: Break, copy: Path) -> bool:
     try:
         child = os.fork()
         if child == 0:
-            os.chdir(copy)
-            os.environ["PYTHONPATH"] = f"{copy / 'src'}:{copy}"
-            sys.path[:0] = [str(copy / "src"), str(copy)]
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            os._exit(int(_pytest(["-x", "-q", "-p", "no:cacheprovider", one.test])))
+            _test(copy, one.test)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         path.write_text(text)
     if code not in (0, 1):
-        raise SystemExit(f"{one.test}: pytest ended with {code}, so nothing is shown")
+        said = (copy.parent / "log").read_text()[-1500:]
+        raise SystemExit(f"{one.test}: pytest ended with {code}, so nothing is shown:\n{said}")
     return code == 1
 
 
-def _pytest(line: list[str]) -> int:
+_LINE = "-x -q -p no:cacheprovider -W ignore::pytest.PytestAssertRewriteWarning".split()
+
+
+def _test(copy: Path, test: str) -> NoReturn:
+    """Run one test on the copy, in a process that ends with pytest's code."""
+    import traceback
+
     import pytest
 
-    return pytest.main(line)
+    code = 3
+    try:
+        with open(copy.parent / "log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = f"{copy / 'src'}:{copy}"
+        sys.path[:0] = [str(copy / "src"), str(copy)]
+        code = int(pytest.main([*_LINE, test]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def main() -> int:

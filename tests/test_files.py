@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 
 from nestling import files
-from nestling.files import BrokenFileError, load_tree, save_tree
+from nestling.files import BrokenFileError, load_tree, save_tree, write_atomic
 
 OLD = {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3)}
 NEW = {"w": torch.ones(2, 3), "n": torch.tensor(4)}
@@ -124,6 +126,44 @@ def test_every_truncation_and_bit_flip_is_found(tmp_path):
                 tree(tmp_path)
         path.write_bytes(whole)
     assert tree(tmp_path)[1] == {"position": 7}
+
+
+def test_what_a_killed_write_left_is_taken_over(tmp_path):
+    (tmp_path / ".a.json.tmp").write_bytes(bytes(1000))
+    write_atomic(tmp_path / "a.json", b"new")
+    assert (tmp_path / "a.json").read_bytes() == b"new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path):
+    (tmp_path / "other").write_bytes(b"keep")
+    (tmp_path / ".a.json.tmp").symlink_to("other")
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "a.json", b"new")
+    assert (tmp_path / "other").read_bytes() == b"keep"
+
+
+def test_writers_of_one_file_take_turns(tmp_path):
+    def write(who: int) -> None:
+        for _ in range(30):
+            write_atomic(tmp_path / "a", bytes([who]) * 5000)
+
+    threads = [threading.Thread(target=write, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set((tmp_path / "a").read_bytes())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path, monkeypatch):
+    def no_locks(handle: int, kind: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    save_tree(tmp_path, "memory", OLD, "old")
+    assert tree(tmp_path) == (plain(OLD), "old")
 
 
 def test_foreign_files_are_refused_and_named(tmp_path):

@@ -261,8 +261,7 @@ def _claim(path: str, wait: float) -> int:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN, 0o600)
         try:
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(handle).st_ino:  # and nobody renamed it
                     return handle
@@ -275,6 +274,16 @@ def _claim(path: str, wait: float) -> int:
 
 
 _OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+def _lock(handle: int) -> None:
+    """Lock an open file, or raise BlockingIOError; where there are no locks, do nothing."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
 
 
 def _own_name() -> str:
