@@ -180,6 +180,27 @@ def test_undo_and_learning_go_on_after_loading(tmp_path):
     assert torch.equal(one(phrase()[None]).logits, two(phrase()[None]).logits)
 
 
+def test_a_text_whose_learning_was_stopped_is_undone_whole(tmp_path):
+    """What was learned of it before the stop goes too; it used to stay."""
+    model, ids = tiny(), tokens(20, 5)[None]
+    learner = nestling.adapt(model, [8], rate=0.1)
+    learner.learn(phrase(2), name="first")
+    before = learner(ids).logits
+    learner.begin_text("second")
+    learner.learn(phrase(3, 64))
+    learner.save(tmp_path, context=True)  # and here it is stopped
+    again = nestling.load_learner(model, tmp_path)
+    assert again.begun is not None
+    assert again.begun.name == "second"
+    assert [text.name for text in again.texts] == ["first"]
+    again.begin_text("second", go_on=True)
+    again.learn(phrase(3, 64))
+    again.end_text(phrase(3, 128))
+    assert not torch.allclose(again(ids).logits, before, atol=1e-2)
+    assert again.undo() == "second"
+    assert torch.allclose(again(ids).logits, before, atol=1e-2)
+
+
 def test_a_text_that_spoils_what_was_known_is_refused():
     learner = nestling.adapt(tiny(), [8], rate=0.5, limits=Limits(forget=0.3))
     learner.learn(phrase(1), name="mine")

@@ -309,9 +309,18 @@ class Learner:
 
         go_on: the text was begun before the memory was saved and loaded.
         """
-        self._begun = name, self.state
+        if not (go_on and self._begun is not None and self._begun[0] == name):
+            self._begun = name, self.state
         if not go_on:
             self.new_text()
+
+    @property
+    def begun(self) -> Text | None:
+        """The text that is being learned, and what every level's parts were before it."""
+        if self._begun is None:
+            return None
+        name, before = self._begun
+        return Text(name, tuple(level.fast for level in before.levels))
 
     def finish_pass(self, report: Report | None = None) -> None:
         """Learn what waits for its chunk to be full, and be ready for another text or pass."""
@@ -329,15 +338,13 @@ class Learner:
 
     def end_text(self, ids: Tensor, report: Report | None = None) -> Alarm | None:
         """Keep the text that was begun, or refuse it if it spoils what was known before it."""
-        if self._begun is None:
+        if self._begun is None or self.begun is None:
             raise ValueError("no text was begun; call begin_text first")
-        name, before = self._begun
-        if alarm := self._forgotten(before):
+        if alarm := self._forgotten(self._begun[1]):
             self._refuse(alarm, Report() if report is None else report)
             return alarm
+        self.texts = [*self.texts, self.begun][-UNDO:]
         self._begun = None
-        known = tuple(level.fast for level in before.levels)
-        self.texts = [*self.texts, Text(name, known)][-UNDO:]
         middle = max(len(ids) - PROBE, 0) // 2
         self.probes = [*self.probes, ids[middle : middle + PROBE].cpu()][-PROBES:]
         self._snapshots.add(self.state)
@@ -538,10 +545,7 @@ class Learner:
         ranks = [level.rank for level in self.continuum.levels]
         now = tuple(level.fast for level in self.state.levels)
         fasts = text.before if after is None else _without(now, text.before, after, ranks)
-        levels = tuple(
-            level._replace(fast=fast) for level, fast in zip(self.state.levels, fasts, strict=True)
-        )
-        self.state = self.continuum.new_context(self.state._replace(levels=levels))
+        self.state = self.continuum.new_context(_with(self.state, fasts))
         self.texts = self.texts[:place] + [
             Text(each.name, _without(each.before, text.before, after, ranks))
             for each in later
@@ -602,6 +606,9 @@ class Learner:
         saved = memory_files.load(Path(folder), self)
         self.state, self.notes = _revived(self.continuum, saved.state), saved.notes
         self.texts, self.probes = saved.texts, saved.probes
+        self._begun = None
+        if saved.begun is not None:
+            self._begun = saved.begun.name, _with(self.state, saved.begun.before)
         if saved.own is not None:
             own_texts.remember(self.model, saved.own)
         self._snapshots.clear()
@@ -651,6 +658,12 @@ _REST = ("working", "context", "undo", "snapshots")
 
 
 Fasts = tuple[tuple[Fast, ...], ...]
+
+
+def _with(state: ContinuumState, fasts: Fasts) -> ContinuumState:
+    """The state with other differences in its levels."""
+    both = zip(state.levels, fasts, strict=True)
+    return state._replace(levels=tuple(level._replace(fast=fast) for level, fast in both))
 
 
 def _without(now: Fasts, before: Fasts, after: Fasts, ranks: Sequence[int | None]) -> Fasts:

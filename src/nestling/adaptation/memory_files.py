@@ -62,6 +62,7 @@ class Saved(NamedTuple):
     own: Tensor | None
     probes: list[Tensor]
     texts: list[Text]
+    begun: Text | None  # the text that was being learned
     history: list[LevelUpdate]
     notes: Any
 
@@ -82,19 +83,21 @@ def describe(learner: Learner) -> dict[str, Any]:
 
 def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> None:
     """Write a memory; the old one stays until the new one is complete."""
+    texts = [*learner.texts, *([learner.begun] if learner.begun else [])]
     facts = {
         **describe(learner),
         "position": state.position,
         "settings": learner.settings,
         "history": [list(update) for update in learner.history],
-        "texts": [text.name for text in learner.texts],
+        "texts": [text.name for text in texts],
+        "begun": learner.begun is not None,
         "notes": notes,
     }
     try:
         json.dumps(facts)
     except (TypeError, ValueError) as error:
         raise ValueError(f"notes must be something JSON can hold: {error}") from error
-    before = tuple(tree_map(torch.Tensor.half, text.before) for text in learner.texts)
+    before = tuple(tree_map(torch.Tensor.half, text.before) for text in texts)
     tree = MemoryTree(state, own_texts.drawn(learner.model), tuple(learner.probes), before)
     save_state(folder, NAME, KIND, tree, facts)
 
@@ -133,7 +136,8 @@ def load(folder: Path, learner: Learner) -> Saved:
     before = tree_map(lambda half: half.to(exact), tree.before)
     texts = [Text(name, parts) for name, parts in zip(facts["texts"], before, strict=True)]
     probes = [ids.cpu() for ids in tree.probes]
-    return Saved(tree.state, tree.own, probes, texts, history, facts["notes"])
+    begun = texts.pop() if facts["begun"] and texts else None
+    return Saved(tree.state, tree.own, probes, texts, begun, history, facts["notes"])
 
 
 def _must_be_there(folder: Path) -> None:
@@ -151,12 +155,14 @@ _FACTS = {
     "settings": dict,
     "history": [list],
     "texts": [str],
+    "begun": bool,
     "notes": object,
 }
 
 
 def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Refuse a description of another form, or larger than any memory's."""
+    facts.setdefault("begun", False)  # memories of early versions do not say
     expect(facts, _FACTS, f"{folder}: not a memory")
     chunks = expect(facts["settings"].get("chunks"), list, f"{folder}: its chunks")
     if not 1 <= len(chunks) <= LEVELS:
