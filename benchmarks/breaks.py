@@ -162,7 +162,7 @@ def caught(one: Break, copy: Path) -> bool:
     return code == 1
 
 
-_LINE = "-x -q -p no:cacheprovider -W ignore::pytest.PytestAssertRewriteWarning".split()
+_LINE = [*"-x -q -p no:cacheprovider".split(), "-W", "ignore::pytest.PytestWarning"]
 
 
 def _test(copy: Path, test: str) -> NoReturn:

@@ -7,7 +7,7 @@
 one is given a poisoned text or stream. The base model and the other user's answers must be equal to
 the bit. The user's loss on clean text of the same source that was never learned must be within 5%
 of what it was: by itself, because the text was refused, or after one undo (of a text) or one
-rollback (of a stream). A third of the poisons is built against the memory: every token is the one
+rollback to a named snapshot (of a stream: unnamed ones may lie inside it). A third of the poisons is built against the memory: every token is the one
 the model finds least likely.
 
 *Jobs*: learners of several kinds, second order included, in eight threads at once, equal to the
@@ -46,10 +46,10 @@ SIZES = {
 }  # fmt: skip
 GPT2 = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_inner": 24, "n_positions": 1024}
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"levels": [8], "rate": 0.5},
-    {"levels": [8, 32], "rate": 0.3, "rank": 4},
-    {"levels": [16], "rule": "adam", "rate": 0.01},
-    {"levels": [16, 64], "rule": "natural", "rate": [30.0, 0.0], "rank": 6, "layers": None},
+    {"chunks": [16], "rate": 0.5},
+    {"chunks": [16, 64], "rate": 0.5, "rank": 4},
+    {"chunks": [32], "rule": "adam", "rate": 0.02},
+    {"chunks": [32, 64], "rule": "natural", "rate": [30.0, 0.0], "rank": 6, "layers": None},
 )
 
 
@@ -84,10 +84,10 @@ def unlikely(learner: Any, count: int, rng: random.Random) -> Tensor:
 
 def poison(learner: Any, mine: Tensor, rng: random.Random) -> Tensor:
     """A text that spoils what was learned."""
-    count = rng.choice([64, 250, 600])
+    count = rng.choice([64, 128, 250])
     kind = rng.randrange(6)
     if kind < 2:
-        piece = unlikely(learner, min(count, 128), rng)
+        piece = unlikely(learner, 32, rng)
         return piece.repeat(-(-count // len(piece)))[:count]
     if kind == 2:
         return torch.tensor([rng.randrange(3, VOCABULARY) for _ in range(count)])
@@ -112,35 +112,57 @@ class Outcome(NamedTuple):
         return self.apart and self.after <= NEAR * self.before
 
 
-def attack(model: Any, number: int, seed: int) -> Outcome:
+class Model(NamedTuple):
+    """A base model with its fingerprint, and another user of it with what that one answers."""
+
+    base: Any
+    print: str
+    other: Any
+    said: Tensor
+
+    def unchanged(self) -> bool:
+        """Whether base and other user are, to the bit, what they were."""
+        same = torch.equal(self.other(IDS).logits, self.said)
+        return same and fingerprint(self.base) == self.print
+
+
+IDS = text(9, 9, 32)[None]
+
+
+def shared(family: str) -> Model:
+    """A model that one user has learned with already."""
+    base = tiny(family)
+    other = nestling.adapt(base, [16], rate=0.5)
+    other.learn(text(1, 0), name="theirs", passes=1)
+    return Model(base, fingerprint(base), other, other(IDS).logits)
+
+
+def attack(model: Model, number: int, seed: int) -> Outcome:
     """One poisoned stream on a model."""
     rng = random.Random(f"{seed} {number}")
-    options = dict(SETTINGS[number % len(SETTINGS)])
-    levels = options.pop("levels")
-    mine, theirs = (nestling.adapt(model, levels, **options) for _ in range(2))
-    own, ids = text(2 * number, 0), text(9, 9)[None]
-    base = fingerprint(model)
-    mine.learn(own, name="mine")
-    theirs.learn(text(2 * number + 1, 0), name="theirs")
-    said, clean = theirs(ids).logits, text(2 * number, 1)
+    source = 100 + number + 100_000 * seed
+    mine = nestling.adapt(model.base, **SETTINGS[number // len(FAMILIES) % len(SETTINGS)])
+    own, clean = text(source, 0), text(source, 1)
+    mine.learn(own, name="mine", passes=2)
     before = mine.score(clean)
     named = rng.random() < 0.5
-    report = mine.learn(poison(mine, own, rng), **({"name": "poison"} if named else {}))
+    mine.snapshot("before")
+    options: dict[str, Any] = {"name": "poison", "passes": 2} if named else {}
+    report = mine.learn(poison(mine, own, rng), **options)
     how, after = "refused" if report.refused else "harmless", mine.score(clean)
     if not report.refused and after > NEAR * before:
         how = "undone" if named else "rolled back"
         if named:
             mine.undo("poison")
         else:
-            mine.rollback()
+            mine.rollback("before")
         after = mine.score(clean)
-    apart = torch.equal(theirs(ids).logits, said) and fingerprint(model) == base
-    return Outcome(how, before, after, apart)
+    return Outcome(how, before, after, model.unchanged())
 
 
 def poisoned(count: int, seed: int) -> tuple[Counter[str], list[str]]:
     """So many poisoned streams over all models; how they ended, and the failures."""
-    models = [tiny(family) for family in FAMILIES]
+    models = [shared(family) for family in FAMILIES]
     ends: Counter[str] = Counter()
     failures = []
     for number in range(count):
