@@ -7,8 +7,8 @@
 one is given a poisoned text or stream. The base model and the other user's answers must be equal to
 the bit. The user's loss on clean text of the same source that was never learned must be within 5%
 of what it was: by itself, because the text was refused, or after one undo (of a text) or one
-rollback to a named snapshot (of a stream: unnamed ones may lie inside it). A third of the poisons is built against the memory: every token is the one
-the model finds least likely.
+rollback to a named snapshot (of a stream: unnamed ones may lie inside it). A third of the poisons
+is built against the memory: every token is the one the model finds least likely.
 
 *Jobs*: learners of several kinds, second order included, in eight threads at once, equal to the
 same jobs in turn to the bit; no switch of the process is touched. `tests/adaptation/test_texts.py`
