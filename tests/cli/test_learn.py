@@ -240,7 +240,7 @@ def test_a_killed_run_goes_on_bit_for_bit(model, text, tmp_path, capsys):
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
         (["--tokens", "0"], "--tokens must be at least 1"),
-        (["--out", "timeline.png"], "--out must end in .html or .svg"),
+        (["--out", "timeline.png"], "--out: must end in .html or .svg"),
         (["--limit", "0"], "--limit must be a finite number above 0"),
     ],
 )
