@@ -56,13 +56,13 @@ class Protocol:
     rows: int = 2
     costs: dict[str, float] = field(
         default_factory=lambda: {
-            "hope": 1.5,
+            "hope": 1.75,
             "plain": 1.0,
-            "one": 1.4,
-            "by_rate": 1.5,
-            "attention": 0.8,
-            "attention_plain": 0.55,
-            "transformer": 0.6,
+            "one": 1.75,
+            "by_rate": 1.9,
+            "attention": 1.1,
+            "attention_plain": 0.64,
+            "transformer": 0.83,
         }
     )
     few_bytes: int = 250_000
