@@ -47,8 +47,9 @@ def models() -> Iterator[tuple[str, Scenario]]:
 
     def scenario(name: str) -> Counts:
         counts: Counts = {}
-        chunked = {"mixer_options": {"self_modifying": {"chunk": 16, "chunk_others": 16}}}
-        given = chunked if name == "hope" else {}
+        name, _, form = name.partition(", ")
+        chunks = {"chunk": 4 if form == "two chunks" else 16, "chunk_others": 16}
+        given = {"mixer_options": {"self_modifying": chunks}} if name == "hope" else {}
         ids = tokens(1, 18)
         here, there = small(name, **given), small(name, **given).to("cuda")
         expected = here(ids, labels=ids).loss
@@ -65,7 +66,7 @@ def models() -> Iterator[tuple[str, Scenario]]:
         assert torch.equal(said.cpu(), here.eval().generate(ids[:, :5], **asked))
         return counts
 
-    for name in MODELS:
+    for name in (*MODELS, "hope, two chunks"):
         yield name, lambda name=name: scenario(name)
 
 
@@ -159,10 +160,12 @@ def launches() -> Iterator[tuple[str, Scenario]]:
     def pass_through(name: str, layers: int) -> Counts:
         counts: Counts = {}
         name, _, form = name.partition(", ")
-        options = {"self_modifying": STEERED} if form else {}
+        parts: dict[str, Any] = dict(presets.MODELS[name])
+        if form:
+            parts["mixer_options"] = {"self_modifying": STEERED}
         config = NestlingConfig(
             vocab_size=16, hidden_size=64, num_hidden_layers=layers, num_attention_heads=1,
-            intermediate_size=32, mixer_options=options, **presets.MODELS[name],
+            intermediate_size=32, **parts,
         )  # fmt: skip
         model = NestlingForCausalLM(config).to("cuda")
         ids = torch.zeros(1, 2048, dtype=torch.int64).to("cuda")
