@@ -231,6 +231,15 @@ def test_a_gguf_header_is_walked_through_first(tmp_path, data):
         load_pretrained(path)
 
 
+def test_a_gguf_tensor_without_weights_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    empty = TENSOR.replace(struct.pack("<IQ", 1, 4), struct.pack("<IQ", 1, 0))
+    assert empty != TENSOR
+    path.write_bytes(gguf(count=1, settings=NAMED, rest=empty + bytes(64)))
+    with pytest.raises(ValueError, match="a tensor without weights"):
+        check_gguf(path)
+
+
 def test_a_proper_gguf_header_passes(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf(count=1, settings=NAMED, rest=TENSOR + bytes(64)))

@@ -393,6 +393,8 @@ def _gguf_tensor(walk: _Walk) -> int:
     if not 1 <= dimensions <= 4:
         raise ValueError(f"a tensor of {dimensions} dimensions")
     count = math.prod(walk.number("<Q") for _ in range(dimensions))
+    if count < 1:
+        raise ValueError("a tensor without weights")
     walk.number("<I")  # its type
     if walk.number("<Q") > walk.size:
         raise ValueError("a tensor begins beyond the end of the file")

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nestling.cli import Parser
+
 if TYPE_CHECKING:
     from nestling.train.recipe import Recipe
     from nestling.train.search import Axis
@@ -41,13 +43,12 @@ class Trial(NamedTuple):
     process: subprocess.Popen[bytes]
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command's arguments."""
-    made = argparse.ArgumentParser(
-        prog="nestling tune",
+    made = Parser(
+        "tune",
         description="Search the settings of a recipe under a budget.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("recipe", help="name of a recipe (`nestling train --help` lists them)")
     made.add_argument(
