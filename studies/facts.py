@@ -322,7 +322,7 @@ LIMITS = (
     "One base model of 135M parameters; texts of some 300 tokens, four passes.",
     "Old text is the model's own: no loss on it can be lower on average than the model's as it is.",
     "Rates and variants of the other arms surround those of the earlier frontier on this model"
-    " (adapt_smollm2.md); ours come from a few trials on texts that are in no table.",
+    " (adapt_smollm2.md); ours surround the one rate that an earlier trial on one text gave.",
 )
 
 Texts = dict[tuple[str, int], Run]
