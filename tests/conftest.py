@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    torch.set_flush_denormal(False)  # a study sets it for its process
 
 
 @pytest.fixture
