@@ -20,16 +20,20 @@ def config_of(name: str, **given: Any) -> NestlingConfig:
     parts = presets.MODELS[name]
     known = {f.name for f in fields(MIXERS[parts["mixer"]][0])}
     options = {key: CHUNK for key in ("chunk", "chunk_others") if key in known}
-    size = presets.Size(width=16, layers=2, heads=2, vocabulary=VOCABULARY, parameters=0)
+    own = parts.get("mixer_options", {}).get(parts["mixer"], {})
     base: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "intermediate_size": 16,
-        "mixer_options": {parts["mixer"]: options},
         "levels": [{"name": "fast", "chunk": 4}, {"name": "slow", "chunk": 16}],
         "initializer_range": 1.0,
         "pad_token_id": 0,
         "eos_token_id": 1,
     }
-    return presets.configure(size, name, **{**base, **given})
+    mixed = {"mixer_options": {parts["mixer"]: own | options}}
+    return NestlingConfig(**{**base, **parts, **mixed, **given})
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64, **given: Any) -> NestlingForCausalLM:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from nestling.continuum import MemoryLevel
 from nestling.description import Timeline, describe
 from nestling.levels import LevelUpdate
 from nestling.report.story import Marked, Story, Trained
@@ -25,13 +26,16 @@ def story() -> Story:
     readers = ("Transformer", "Hope", "Hope, learning")
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     words = [(word, i % 5 / 2) for i, word in enumerate("Day 1 , spring. It <rained> all".split())]
+    distances = {
+        name: [(at, x / 4096) for x in range(0, 4097, chunk) for at in (x, min(x + chunk, 4096))]
+        for name, chunk in chunks.items()
+    }
     return Story(
+        result=["Hope, learning 1.003; Hope 1.005.", "Every level changed: fast 64 times."],
         trained=[
             Trained(name, 996_088, 491_520, 71.3, 1.2, [(1, 5.5), (10, 3.9), (120, 1.0)])
             for name in readers[:2]
         ],
-        window=256,
-        trained_length=3000,
         documents=4,
         positions={name: [(x, 1 + 10 / (x + i)) for x in places] for i, name in enumerate(readers)},
         kept={
@@ -41,7 +45,10 @@ def story() -> Story:
         passages=[Marked("the beginning", words * 6), Marked("after 3,000 bytes", words * 6)],
         description=describe(model, torch.optim.AdamW(model.parameters())),
         timeline=timeline,
-        chunks=chunks,
-        rate=0.1,
+        levels={
+            name: MemoryLevel(name=name, chunk=chunk, rate=0.1) for name, chunk in chunks.items()
+        },
+        distances=distances,
+        worth=dict.fromkeys(chunks, 0.01),
         samples=dict.fromkeys(readers[:2], "This is the chronicle of Mor. " * 8),
     )

@@ -84,12 +84,13 @@ def measure_metric(
     """The metric of a model by its own `texts` [rows, length] (`own_text.sample_text`)."""
     model: Any = engine.model
     live = engine.live(engine.init(1))
+    still = {"learn": False} if getattr(model, "learns", False) else {}  # its own levels rest
     found: list[list[tuple[Tensor, Tensor]]] = []
     with torch.inference_mode(False), torch.enable_grad():
         for row in texts.clone().split(1):
             reading = Reading(live, 1, record=True)
             with reading:
-                logits = model(input_ids=row[:, :-1]).logits
+                logits = model(input_ids=row[:, :-1], **still).logits
             loss = pair_losses(logits, row[:, 1:]).sum()
             found.append(engine.surprises(reading, loss, graph=False, keep=False))
     costs = []
