@@ -113,22 +113,27 @@ def build(launch: Launch, arch: int) -> Usage:
 
 
 def all_launches(d: int) -> list[Launch]:
-    """What both scans launch, forward and backward, for memories d wide at their default chunks."""
+    """What both scans launch, forward and backward, for memories d wide at their default chunks.
+
+    Tied retention is more to compute than untied; NESTLING_KERNELS=all adds untied and steered.
+    """
     from nestling.scan.delta import triton as delta
     from nestling.scan.self_modifying import triton as self_modifying
     from nestling.scan.self_modifying.rule import SelfRule
-    from tests.kernels.cases import outcome, self_case
+    from tests.kernels.cases import ALL, outcome, self_case
     from tests.scan.scan_cases import case
 
     for module in (delta, self_modifying):
         module.where_it_runs = lambda _: None  # (tensors stand for those of a GPU)
     torch.set_float32_matmul_precision("high")
-    rule = SelfRule()
-    hope = self_case(rule, 192, d, batch=2)
     matrix = case((2,), 192, d, d).to(torch.float32)
-    return launches(lambda: outcome(self_modifying.scan_triton, rule, hope, 0)) + launches(
-        lambda: matrix.gradients(backend="triton", check=False)
-    )
+    found = launches(lambda: matrix.gradients(backend="triton", check=False))
+    rules = [SelfRule(tied=True)]
+    rules += [SelfRule(), SelfRule(adaptive=(), tied=True)] if ALL else []
+    for rule in rules:
+        hope = self_case(rule, 192, d, batch=2)
+        found += launches(lambda r=rule, h=hope: outcome(self_modifying.scan_triton, r, h, 0))
+    return list({launch.name: launch for launch in found}.values())
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class TitansConfig:
     chunk: tokens between two moments at which errors are taken (Eq. 90).
     momentum: a gate theta carries writes on (deviation 18).
     features: only the last layer learns in context, by the delta rule on what the first makes of
-        the keys; several times as quick, and without momentum.
+        the keys: it runs on the matrix scan, without momentum.
     rates, retention: as for self-modifying memories.
     clip: bound on the error signal of every layer (deviation 8).
     conv, conv_each: taps of the causal convolution, and whether each projection has its own.
