@@ -32,9 +32,6 @@ STUDIES = {
     "timescales": ("studies.continual.timescales", "do several time scales earn their place?"),
     "languages": ("studies.languages.study", "new languages, one after another (Fig. 8)"),
     "optim": ("studies.optim.command", "do the optimizers do what the paper says?"),
-    "older.formal": ("studies.older.formal", "state tracking, Table 5, six formal languages"),
-    "older.lm": ("studies.older.lm", "language models of WikiText-2 on 123,000 bytes"),
-    "older.recall": ("studies.older.recall", "in-context recall (MQAR) at one state size"),
 }
 
 

@@ -53,12 +53,13 @@ def study(quick: bool = False) -> Study:
     arms = list(ARMS)[:3] if quick else list(ARMS)
 
     def make(job: Job, context: Context) -> Run:
-        return lm.trained(job, context, protocol, ARMS[job.arm], lm.SIZES["1M"])[1]
+        model, run = lm.trained(job, context, protocol, ARMS[job.arm], lm.SIZES["0.3M"])
+        return run | {"valid": lm.validated(model, context, protocol)}
 
     return Study(
         name="ablations",
         protocol=protocol,
-        tasks=("1M",),
+        tasks=("0.3M",),
         arms={arm: ARMS[arm].title for arm in arms},
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,

@@ -44,7 +44,7 @@ class Protocol:
     tuning_seed: int = 100
     analysis: str = (
         "bytes of held-out books; the loss of the second half of every length; a model gains from"
-        " context where the longest length is better than the trained one (512), paired by seed"
+        " context where the longest length is better than the trained one (2,048), paired by seed"
     )
 
 
@@ -142,7 +142,7 @@ def study(quick: bool = False) -> Study:
     return Study(
         name="context",
         protocol=protocol,
-        tasks=("1M",),
+        tasks=("0.3M",),
         arms={arm: default.ARMS[arm].title for arm in arms},
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,

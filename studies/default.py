@@ -2,8 +2,7 @@
 
 Every study of the round takes its models from here. A study may choose width, depth, heads,
 vocabulary and length (`FREE`); anything else is the default of the presets, which is what a user
-gets. `tests/studies/test_default.py` compares. Studies made before there was one default are in
-`OLDER`, with what they changed; the list can only become shorter.
+gets. `tests/studies/test_default.py` compares.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ __all__ = [
     "ARMS",
     "FREE",
     "LEVELS",
-    "OLDER",
     "Model",
     "build",
     "configuration",
@@ -79,7 +77,9 @@ def _adaptive(*names: str) -> dict[str, Any]:
 
 ABLATIONS: dict[str, Model] = {
     "no_dgd": Model(
-        title="without DGD (no erasing)", model="hope", mixer={"learning": {"erase": False}}
+        title="without DGD (no erasing)",
+        model="hope",
+        mixer={"learning": {"erase": False, "adding": 0}},
     ),
     "momentum": Model(title="with momentum", model="hope", mixer={"learning": {"momentum": True}}),
     "no_retention": Model(
@@ -146,21 +146,6 @@ LEVELS: dict[str, Model] = {
     "transformer": ARMS["transformer"],
 }
 """Models of the studies of levels; `hope` is the default one where the default's levels learn."""
-
-OLDER: dict[str, frozenset[str]] = {
-    "older.formal": frozenset(
-        {
-            "hope",
-            "hope_two",
-            "hope_erasing",
-            "hope_forgetting",
-            "hope_printed",
-        }
-    ),
-    "older.recall": frozenset({"hope_values", "hope_static", "hope_steered", "hope", "hope_small"}),
-    "older.lm": frozenset({"hope_parallel", "hope_gated", "hope_parallel_gated", "hope_printed"}),
-}
-"""Studies, and those of their arms, that were made with another Hope than the default."""
 
 
 def configuration(model: Model, size: presets.Size, **fields: Any) -> NestlingConfig:

@@ -3,13 +3,14 @@
     python -m studies levels            run what is missing, write docs/results/levels.md
     python -m studies levels --costs    measure what a training step of every arm costs
 
-Every arm has a million parameters and as much *training compute*: `Protocol.costs` are processor
-seconds of a training step against that of the plain Hope, measured by `--costs` before the first
-run, and an arm whose steps cost less takes more of them. Arms over few books read these several
-times; there text is what is scarce, so all take as many steps. Trained on novels, asked on other
-novels, in streams up to 16 times the trained length. Models that were trained plain are asked with
-frozen levels and with levels switched on; the rate is the best of four on a book that is neither
-trained on nor in a table. The models are kept for `studies.kept`.
+Models trained plain are those of `studies.lm` (kept there, or trained anew where they are missing);
+the others are trained on the same bytes with as much *training compute*: `Protocol.costs` are
+processor seconds of a training step against that of the plain Hope, measured by `--costs` before
+the first run, and an arm whose steps cost more takes fewer of them. Arms over few books read these
+several times; there text is what is scarce, so all take as many steps. All are asked on novels they
+have not read, in streams up to 16 times the trained length. Models that were trained plain are
+asked with frozen levels and with levels switched on, at the best of four rates on a book that is
+neither trained on nor in a table. The models are kept for `studies.kept`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.models import MemoryCache, NestlingForCausalLM, presets
+from nestling.models import MemoryCache, NestlingForCausalLM
 from nestling.report import Line, lines
-from studies import default
+from studies import default, lm
 from studies.harness.command import run_study
-from studies.harness.loop import cosine, train
 from studies.harness.models import keep_model, kept_model, loss_of, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
@@ -37,9 +37,9 @@ from studies.harness.tables import Measure, table_page
 from studies.harness.verdict import interval, judged, paired, show
 from studies.tasks import text
 
-SIZE = presets.Size(width=128, layers=3, heads=4, vocabulary=256, parameters=1_000_000)
-DEVELOPMENT = ("treasure_island", "the_picture_of_dorian_gray")
-"""Books on which settings may be chosen: neither trained on nor in a table."""
+SIZE = lm.SIZES["0.3M"]
+PLAIN = {"plain": "hope", "attention_plain": "hope_attention", "transformer": "transformer"}
+"""Arms that are models of `studies.lm`, by their names there."""
 FEW = ", few books"
 ARMS = {
     **default.LEVELS,
@@ -48,50 +48,34 @@ ARMS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Protocol:
+class Protocol(lm.Protocol):
     """What was fixed before the first run."""
 
-    tokens_per_parameter: float = 1.5
-    length: int = 2048
-    rows: int = 2
     costs: dict[str, float] = field(
         default_factory=lambda: {
-            "hope": 1.75,
+            "hope": 1.6,
             "plain": 1.0,
-            "one": 1.75,
-            "by_rate": 1.9,
-            "attention": 1.1,
-            "attention_plain": 0.64,
-            "transformer": 0.83,
+            "one": 1.6,
+            "by_rate": 1.6,
+            "attention": 1.6,
         }
     )
     few_bytes: int = 250_000
     epochs: int = 4
-    rates: tuple[float, ...] = (4e-3, 8e-3)
-    trial_share: float = 0.2
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    switched_on: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8)
-    development: tuple[str, ...] = DEVELOPMENT
+    switched_on: tuple[float, ...] = (0.1, 0.3, 0.6, 1.2)
+    development: tuple[str, ...] = text.DEVELOPMENT
     held_out: tuple[str, ...] = text.HELD_OUT
-    streams: int = 8
-    times: int = 16
     effect_times: int = 4
-    seeds: tuple[int, ...] = (40, 41, 42)
-    tuning_seed: int = 140
     analysis: str = (
         "mean loss of positions beyond the trained length, held-out books; paired by seed, 95% by"
         " Student's t; goals: 0.10 ahead of plain frozen, 0.03 ahead of plain switched on"
     )
 
-    def steps(self, arm: str, *, trial: bool) -> int:
-        """Steps of training: as much compute as the learning Hope's; over few books, of data."""
-        tokens = self.rows * self.length
+    def steps_of(self, arm: str, *, trial: bool) -> int:
+        """Steps of training: as much compute as the plain Hope's; over few books, of data."""
         if arm.endswith("_few"):
-            return max(2, round(self.few_bytes * self.epochs / tokens))
-        share = self.trial_share if trial else 1.0
-        steps = self.tokens_per_parameter * SIZE.parameters * share / tokens
-        return max(2, round(steps * self.costs["hope"] / self.costs[arm]))
+            return max(2, round(self.few_bytes * self.epochs / (self.rows * self.length)))
+        return max(2, round(self.steps(SIZE, trial=trial) / self.costs.get(arm, 1.0)))
 
 
 QUICK = Protocol(
@@ -99,11 +83,13 @@ QUICK = Protocol(
     length=160,
     few_bytes=320,
     epochs=1,
+    rates=(6e-3, 12e-3),
     switched_on=(0.1, 0.4),
+    valid_windows=4,
     streams=2,
     times=2,
     effect_times=1,
-    seeds=(40,),
+    seeds=(0,),
 )
 
 
@@ -116,41 +102,35 @@ class Books(NamedTuple):
 
 
 def books(context: Context, protocol: Protocol, arm: str = "") -> Books:
-    """The novels; over few books only the beginning of the training text."""
-    all_books = text.novels(context.data)
+    """What is trained on (over few books the beginning of the novels), and the novels that ask."""
+    found = text.novels(context.data)
     kept = (*protocol.development, *protocol.held_out)
-    seen = text.joined(book for name, book in all_books.items() if name not in kept)
-    seen = seen[: protocol.few_bytes] if arm.endswith("_few") else seen
+    if arm.endswith("_few"):
+        seen = text.joined(book for name, book in found.items() if name not in kept)
+        seen = seen[: protocol.few_bytes]
+    else:
+        seen = text.corpus(context.data).train
     kinds = protocol.development, protocol.held_out
-    return Books(seen, *(text.joined(all_books[name] for name in names) for names in kinds))
+    return Books(seen, *(text.joined(found[name] for name in names) for names in kinds))
 
 
 def trained(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:
     """Train one arm; the model, and its numbers."""
     data = books(context, protocol, job.arm).train
-    torch.manual_seed(job.seed)
-    model = NestlingForCausalLM(default.configuration(ARMS[job.arm], SIZE)).train()
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=job.setting["rate"], betas=protocol.betas, weight_decay=protocol.weight_decay
-    )
+    steps = protocol.steps_of(job.arm, trial=job.trial)
+    return lm.trained(job, context, protocol, ARMS[job.arm], SIZE, steps=steps, data=data)
 
-    def loss(step: int) -> Tensor:
-        place = 1_000_003 * (job.seed + 1) + step
-        return loss_of(model, text.windows(data, protocol.rows, protocol.length, place))
 
-    steps = protocol.steps(job.arm, trial=job.trial)
-    done = train([model], loss, optimizer, steps=steps, schedule=cosine(), save=context.scratch)
-    return model.eval(), {
-        "steps": steps,
-        "tokens": steps * protocol.rows * protocol.length,
-        "parameters": parameters(model),
-        "train": done.last(),
-        "seconds": done.seconds,
-    }
+def from_lm(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:
+    """A model that `studies.lm` trained and kept, and its numbers; without it, one trained now."""
+    name = f"0.3M-{PLAIN[job.arm]}-{job.seed}"
+    model = kept_model(context.models.parent.parent / "lm" / "models" / name)
+    if model is None:
+        return trained(job, context, protocol)
+    steps = protocol.steps_of(job.arm, trial=False)
+    tokens = steps * protocol.rows * protocol.length
+    run = {"steps": steps, "tokens": tokens, "parameters": parameters(model), "seconds": 0.0}
+    return model, run
 
 
 def switched(model: Any, rate: float) -> Any:
@@ -167,14 +147,15 @@ def obtained(arm: str, seed: int, rate: float, context: Context, protocol: Proto
     folder = context.models / f"{arm}-{seed}"
     model = kept_model(folder)
     if model is None:
-        model, _ = trained(Job("books", arm, {"rate": rate}, seed), context, protocol)
+        job = Job("books", arm, {"rate": rate}, seed)
+        model, _ = (from_lm if arm in PLAIN else trained)(job, context, protocol)
         keep_model(model, folder, {"study": "levels", "arm": arm, "seed": seed})
     return model
 
 
 def make(job: Job, context: Context, protocol: Protocol) -> Run:
     """Train an arm, read held-out books with it, and keep it."""
-    model, run = trained(job, context, protocol)
+    model, run = (from_lm if job.arm in PLAIN else trained)(job, context, protocol)
     data = books(context, protocol)
     size = {"streams": protocol.streams, "length": protocol.length}
     run["development"] = text.by_position(model, data.development, **size, times=1, seed=9)[0]
@@ -244,8 +225,8 @@ def _switched_on(model: Any, data: Books, protocol: Protocol) -> Run:
 
 
 LIMITS = (
-    "One million parameters, 1.5 bytes of text per parameter, English novels in bytes; larger or"
-    " longer trained models may rank otherwise.",
+    "300,000 parameters, ten bytes of text per parameter for the plain models, English in bytes;"
+    " larger or longer trained models may rank otherwise.",
     "Compute is processor time of one thread at this size; counted multiply-adds would favour"
     " learning levels, whose inner and outer gradient are the same products.",
     "Levels switched on afterwards learn at one rate for all levels, the best of four.",
@@ -368,9 +349,8 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "plain", "transformer", "hope_few") if quick else tuple(ARMS)
-    tuned = ("hope", "plain", "attention", "transformer")
-    lender = {"attention_plain": "attention", "transformer_few": "transformer"}
-    lender |= {"one": "hope", "by_rate": "hope", "hope_few": "hope", "plain_few": "plain"}
+    tuned = ("hope", "attention")
+    lender = dict.fromkeys(arms, "hope") | {"attention_plain": "attention"}
     return Study(
         name="levels",
         protocol=protocol,

@@ -110,21 +110,21 @@ class Study:
         arms: Sequence[str] = (),
         seeds: Sequence[int] = (),
     ) -> Iterator[Job]:
-        """The jobs that can run now and are not stored: trials first, then seed by seed."""
+        """The jobs that can run now and are not stored, arm by arm: its trials, then its seeds.
+
+        So a study that was stopped has whole rows, every one with all its seeds.
+        """
         there = set(store.runs())
-        pairs = [(t, a) for t in tasks or self.tasks for a in arms or self.arms]
-        trials = {job.key: job for pair in pairs for job in self.trials(*pair)}
-        yield from (job for key, job in trials.items() if key not in there)
-        ready = {
-            pair: self.chosen(*pair, store)
-            for pair in pairs
-            if all(job.key in there for job in self.trials(*pair))
-        }
-        for seed in seeds or self.seeds:  # so that a stopped study is balanced
-            for (task, arm), setting in ready.items():
-                job = Job(task, arm, setting, seed)
-                if job.key not in there:
-                    yield job
+        asked: set[str] = set()
+        for pair in ((t, a) for t in tasks or self.tasks for a in arms or self.arms):
+            trials = [job for job in self.trials(*pair) if job.key not in there]
+            yield from (job for job in trials if job.key not in asked)
+            asked |= {job.key for job in trials}
+            if trials:
+                continue
+            setting = self.chosen(*pair, store)
+            jobs = (Job(*pair, setting, seed) for seed in seeds or self.seeds)
+            yield from (job for job in jobs if job.key not in there)
 
     def total(self) -> int:
         """How many jobs the whole study has."""

@@ -18,20 +18,16 @@ from studies import (
     queue,
     recall,
 )
-from studies.__main__ import STUDIES
-from studies.older import formal as older_formal
-from studies.older import lm as older_lm
-from studies.older import recall as older_recall
 
 NEW = {
     "lm": (default.ARMS, lm.SIZES["3M"]),
     "formal": (formal.ARMS, formal.SIZE),
     "recall": (default.ARMS, recall.FORMS["noise, state 64x64"].size),
     "mad": (default.ARMS, mad.Protocol().size(mad.TASKS["copying"])),
-    "ablations": (ablations.ARMS, lm.SIZES["1M"]),
+    "ablations": (ablations.ARMS, lm.SIZES["0.3M"]),
     "babilong": (default.ARMS, babilong.SIZE),
     "niah": (default.ARMS, niah.SIZE),
-    "context": (default.ARMS, lm.SIZES["1M"]),
+    "context": (default.ARMS, lm.SIZES["0.3M"]),
     "levels_chunks": ({"hope": default.ARMS["hope"]}, levels_chunks.SIZE),
 }
 
@@ -47,9 +43,9 @@ def test_every_study_has_the_default_hope(study):
 
 
 def test_what_differs_is_seen():
-    size = lm.SIZES["1M"]
-    assert default.deviations(presets.configure(size, "hope", topology="parallel")) == {
-        "topology": "parallel"
+    size = lm.SIZES["0.3M"]
+    assert default.deviations(presets.configure(size, "hope", topology="chain")) == {
+        "topology": "chain"
     }
     other = presets.configure(size, "hope", mixer_options={"self_modifying": {"chunk": 1}})
     assert set(default.deviations(other)) == {"mixer_options"}
@@ -60,7 +56,6 @@ def test_what_differs_is_seen():
 def test_every_study_of_the_queue_is_compared():
     no_hope, learning = {"optimizers", "facts"}, {"levels", "kept"}  # of the latter below
     assert set(queue.QUEUE) - set(NEW) == no_hope | learning
-    assert {name for name in STUDIES if name.startswith("older.")} == set(default.OLDER)
 
 
 def test_the_studies_of_levels_have_the_default_hope_with_levels_that_learn():
@@ -86,47 +81,8 @@ def test_the_studies_of_levels_have_the_default_hope_with_levels_that_learn():
 
 def test_arms_of_levels_take_equal_compute_and_over_few_books_equal_data():
     protocol = levels.Protocol()
-    spent = {n: protocol.steps(n, trial=False) * c for n, c in protocol.costs.items()}
-    assert set(protocol.costs) == set(default.LEVELS)
+    spent = {n: protocol.steps_of(n, trial=False) * c for n, c in protocol.costs.items()}
+    assert set(protocol.costs) | set(levels.PLAIN) == set(default.LEVELS)
     assert max(spent.values()) < 1.01 * min(spent.values())
-    few = {protocol.steps(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
+    few = {protocol.steps_of(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
     assert len(few) == 1
-
-
-def older_arms(study: str) -> dict[str, dict]:
-    """What each Hope of an older study changes."""
-    if study == "older.lm":
-        given = {a: f for a, (name, f) in older_lm.ARMS.items() if name == "hope"}
-        size, tied = older_lm.SIZE, {}
-    elif study == "older.formal":
-        given = {
-            arm: {"mixer_options": {"self_modifying": _without(options, "heads")}}
-            for arm, (name, options) in older_formal.MODELS.items()
-            if name == "hope"
-        }
-        size, tied = older_formal.SIZE, {"tie_word_embeddings": False}
-    else:
-        given = {
-            arm: {"mixer_options": {"self_modifying": options}, **fields}
-            for arm, (name, _, options, fields) in older_recall.ARMS.items()
-            if name == "hope"
-        }
-        size, tied = older_recall.BARE.size, {}
-    made = {a: presets.configure(size, "hope", **{**tied, **f}) for a, f in given.items()}
-    return {arm: default.deviations(config) for arm, config in made.items()}
-
-
-def _without(options: dict, name: str) -> dict:
-    return {key: value for key, value in options.items() if key != name}
-
-
-@pytest.mark.parametrize("study", default.OLDER)
-def test_the_list_of_older_forms_can_only_become_shorter(study):
-    known = {
-        "older.formal": {"hope", "hope_two", "hope_erasing", "hope_forgetting", "hope_printed"},
-        "older.recall": {"hope_values", "hope_static", "hope_steered", "hope", "hope_small"},
-        "older.lm": {"hope_parallel", "hope_gated", "hope_parallel_gated", "hope_printed"},
-    }
-    listed = set(default.OLDER[study])
-    assert listed <= known[study], "an older study cannot gain another form of Hope"
-    assert {arm for arm, changed in older_arms(study).items() if changed} == listed

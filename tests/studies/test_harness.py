@@ -174,7 +174,7 @@ def made_up(make, **changes) -> Study:
     return Study(**{**given, **changes})
 
 
-def test_jobs_are_trials_first_and_each_is_done_once(tmp_path):
+def test_an_arm_has_its_trials_first_and_each_job_is_done_once(tmp_path):
     done = []
 
     def make(job: Job, context) -> dict:

@@ -11,9 +11,6 @@ from studies.__main__ import STUDIES, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
-    "older.formal": ["formal.md"],
-    "older.lm": ["lm.md", "lm_positions.svg"],
-    "older.recall": ["recall.md"],
     "adapt": ["adapt.md", "adapt_smollm2.md"],
     "optim": ["optim.md"],
     "languages": ["languages.md"],

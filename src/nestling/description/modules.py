@@ -181,7 +181,9 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
     target = "|M k - v|^2 / 2" if rule.squared else "-<M k, v>"
     values = "values it generates itself" if rule.own_values else "given values"
     how = ", by delta gradient descent" if rule.erase else ""
-    adding = module.config.learning.adding if isinstance(module, SelfModifying) else 0
+    adding = 0
+    if isinstance(module, SelfModifying):
+        adding = module.config.learning.heads_adding(config.heads)
     if adding:
         how += f", without erasing in {adding} of {config.heads} heads"
     memory = Component(

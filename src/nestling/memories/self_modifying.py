@@ -82,6 +82,7 @@ class Learning:
     own_values: every memory makes its own values (Eq. 84); False gives all the same (Eq. 81).
     erase: delta gradient descent; False is gradient descent (Eq. 77, 82).
     adding: so many heads, the first ones, do not erase: what they write adds up, and so they count.
+        A whole number of heads, or a share of them below 1 (`heads_adding` rounds it down).
     momentum: a gate theta carries writes on (deviation 18).
     clip: bound on the error signal of every layer (deviation 8).
     read_start: read at the chunk's start (Eq. 90) instead of the state before each token.
@@ -90,13 +91,19 @@ class Learning:
     objective: Objective = dot
     own_values: bool = True
     erase: bool = True
-    adding: int = 0
+    adding: int | float = 0
     momentum: bool = False
     clip: float = 1.0
     read_start: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.adding, float) and 0 < self.adding < 1:
+            return
         whole_number("adding", self.adding, least=0)
+
+    def heads_adding(self, heads: int) -> int:
+        """How many of so many heads do not erase."""
+        return int(self.adding * heads) if self.adding < 1 else int(self.adding)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +145,8 @@ class Retention:
     """How much of the memory every token keeps.
 
     start: where retention starts in the first and in the last head; between them what is lost,
-        `1 - retention`, has geometric steps, so heads forget from fast to slow. By default a write
-        survives 256 tokens in all of them (0.9985^256 = 0.68).
+        `1 - retention`, has geometric steps, so heads differ in how long they keep. By default a
+        write survives 256 tokens in all of them (0.9985^256 = 0.68).
     most: the largest retention.
     tied: nothing fades where nothing is written (deviation 24): a token that writes with the share
         s of the largest rate loses the share s of what a full write would. `start` is what tokens
@@ -162,9 +169,9 @@ class Retention:
 
     def spread(self, shares: Tensor) -> Tensor:
         """What the gate of each head starts with, [H] between 0 and 1, at these starting rates."""
-        fast, slow = (math.log1p(-start) for start in self.start)
+        first, last = (math.log1p(-start) for start in self.start)
         heads = shares.shape[0]
-        kept = 1 - torch.linspace(fast, slow, heads, dtype=torch.float64, device="cpu").exp()
+        kept = 1 - torch.linspace(first, last, heads, dtype=torch.float64, device="cpu").exp()
         if self.tied:
             full = 1 - (1 - kept) / shares.double()
             if bool((full <= RETAIN_MIN).any()):
@@ -379,7 +386,8 @@ class SelfModifying(Memory):
         pairs = [w for w in (self.first, self.second) if w is not None]
         rows = torch.stack([w.detach().norm(dim=-1).max() for w in pairs])
         learning = self.config.learning
-        most = largest_row(self.rule, learning.momentum, bool(learning.adding))
+        adding = learning.heads_adding(self.config.heads) > 0
+        most = largest_row(self.rule, learning.momentum, adding)
         if self.steering is not None:
             most = max(most, float(self.steering.memory.bound().max()))
         if self.config.projections.residual:
@@ -410,9 +418,9 @@ class SelfModifying(Memory):
         if valid is not None:
             valid = valid.repeat_interleave(heads, 0)
         erase = None
-        if self.config.learning.adding:
+        if adding := self.config.learning.heads_adding(heads):
             head = torch.arange(heads, device=x.device)
-            erase = (head >= self.config.learning.adding).to(x.dtype).repeat(batch)
+            erase = (head >= adding).to(x.dtype).repeat(batch)
         return Inputs(
             x, for_all(self.readout, batch, x), for_all(self.bias, batch, x), **given,
             gates=gates, erase=erase, theta=theta, valid=valid, initial=initial,

@@ -11,6 +11,7 @@ given as keywords; with an explicit `intermediate_size` nothing is adjusted.
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +35,42 @@ __all__ = [
 ]
 
 
+CONTINUUM: dict[str, Any] = {
+    "channel": "cms",
+    "topology": "parallel",
+    "activation": "swiglu",
+    "levels": [
+        {"name": "fast", "chunk": 64},
+        {"name": "middle", "chunk": 256},
+        {"name": "slow", "chunk": 1024},
+    ],
+}
+"""The continuum memory of `hope` and `hope_attention`: gated levels side by side (Eq. 74)."""
+
+MEMORY: dict[str, Any] = {
+    "projections": {"steering": 8},
+    "learning": {"adding": 0.5},
+    "rates": {"start": [0.3, 1.0], "most": 2.0, "shut": 0.05},
+    "retention": {"start": [0.9998, 0.99], "tied": True},
+}
+"""The self-modifying memory of `hope`: one memory, and a small one that moves what it writes.
+
+Half of the heads add and half erase, from slow to fast; rates reach twice the retention; nothing
+fades where nothing is written.
+"""
+
 MODELS: dict[str, dict[str, Any]] = {
-    "hope": {"mixer": "self_modifying", "channel": "cms"},
+    "hope": {
+        "mixer": "self_modifying",
+        "mixer_options": {"self_modifying": MEMORY},
+        **CONTINUUM,
+    },
     "hope_printed": {
         "mixer": "self_modifying",
         "channel": "cms",
         "mixer_options": {"self_modifying": {"projections": {"residual": False}}},
     },
-    "hope_attention": {"mixer": "attention", "channel": "cms"},
+    "hope_attention": {"mixer": "attention", **CONTINUUM},
     "transformer": {"mixer": "attention", "channel": "swiglu"},
     "ada_transformer": {"mixer": "attention", "channel": "in_context"},
     "titans": {"mixer": "titans", "channel": "swiglu"},
@@ -52,7 +81,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Models by name: their mixer and channel memory, and what else makes them what they are.
 
-`hope` is ours, the same in every study; `hope_printed` is what the paper prints (Eq. 70, 83-88).
+`hope` is ours, the same in every study; `hope_printed` is what the paper prints (Eq. 70, 83-88):
+five memories that rewrite all of themselves, and a chain of four levels.
 """
 
 
@@ -118,7 +148,7 @@ def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
         "hidden_size": size.width,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        **MODELS[model],
+        **deepcopy(MODELS[model]),
         **fields,
     }
     if "mixer_options" in fields and "mixer_options" in MODELS[model]:

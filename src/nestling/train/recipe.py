@@ -251,16 +251,15 @@ def small() -> Recipe:
 
 
 def _learning() -> dict[str, Any]:
-    """Gated levels side by side that learn while they read."""
-    chunks = {"fast": 64, "middle": 256, "slow": 512}
-    levels = [{"name": name, "chunk": chunk, "rate": 0.2} for name, chunk in chunks.items()]
-    return {"topology": "parallel", "activation": "swiglu", "levels": levels}
+    """The default levels, which learn while they read."""
+    chunks = {"fast": 64, "middle": 256, "slow": 1024}
+    return {"levels": [{"name": name, "chunk": c, "rate": 0.3} for name, c in chunks.items()]}
 
 
 def hope() -> Recipe:
     """A Hope of 1M parameters whose levels learn while it reads, trained for that (Eq. 71, 73)."""
     return Recipe(
-        model=Model(fields=_learning()), data=Data(length=1024), run=Run(rows=4, eval_windows=16)
+        model=Model(fields=_learning()), data=Data(length=2048), run=Run(rows=2, eval_windows=8)
     )
 
 

@@ -1,1 +1,0 @@
-"""Studies made with an older form of Hope: their stored runs still make their pages."""
