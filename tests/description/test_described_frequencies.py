@@ -23,7 +23,7 @@ def nested_hope(chunks):
     groups: dict[str, list] = {f"l{i}": [] for i in range(len(chunks))} | {"rest": []}
     for name, parameter in model.named_parameters():
         path = name.split(".")
-        groups[f"l{path[5]}" if "channel" in path else "rest"].append(parameter)
+        groups[f"l{path[5]}" if "mlps" in path else "rest"].append(parameter)
     parts = [
         (
             Level(name="rest", chunk=1),

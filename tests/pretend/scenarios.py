@@ -159,13 +159,9 @@ def launches() -> Iterator[tuple[str, Scenario]]:
 
     def pass_through(name: str, layers: int) -> Counts:
         counts: Counts = {}
-        name, _, form = name.partition(", ")
-        parts: dict[str, Any] = dict(presets.MODELS[name])
-        if form:
-            parts["mixer_options"] = {"self_modifying": STEERED}
         config = NestlingConfig(
             vocab_size=16, hidden_size=64, num_hidden_layers=layers, num_attention_heads=1,
-            intermediate_size=32, **parts,
+            intermediate_size=32, **presets.MODELS[name],
         )  # fmt: skip
         model = NestlingForCausalLM(config).to("cuda")
         ids = torch.zeros(1, 2048, dtype=torch.int64).to("cuda")
@@ -184,11 +180,9 @@ def launches() -> Iterator[tuple[str, Scenario]]:
             for part in ("forward", "backward")
         }
 
-    for name in ("hope", "hope, steered", "deltanet", "gated_delta", "retnet", "transformer"):
+    for name in ("hope", "hope_printed", "deltanet", "gated_delta", "retnet", "transformer"):
         yield name, lambda name=name: scenario(name)
 
-
-STEERED = {"projections": {"steering": 8, "conv_each": True}, "retention": {"tied": True}}
 
 GROUPS = {"models": models, "optimizers": optimizers, "adapting": adapting, "launches": launches}
 

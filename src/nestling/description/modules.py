@@ -207,6 +207,11 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
             transfer="direct: the memories follow it",
         )
         memory = replace(memory, needs=(f"{name} (momentum)",))
+    if isinstance(module, SelfModifying) and module.steering is not None:
+        (small,) = _self_modifying(module.steering.memory, name)
+        moves = ", ".join(module.steering.sizes)
+        yield replace(small, name=f"{name} (steering)", transfer=f"direct: its reads move {moves}")
+        memory = replace(memory, needs=(*memory.needs, f"{name} (steering)"))
     yield memory
     others = ", ".join(n for n in module.rule.names if n in rule.adaptive)
     if others:
@@ -217,8 +222,6 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
             state=size * (many - 1),
             context=f"the same keys, {values}",
         )
-    if isinstance(module, SelfModifying) and module.steering is not None:
-        yield from _self_modifying(module.steering.memory, f"{name} (steering)")
 
 
 def _any_memory(module: Memory, name: str) -> Iterator[Component]:
