@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -414,6 +415,34 @@ def test_reading_goes_on_from_what_was_learned_and_learning_from_what_was_read()
         out = model(ids[:, 13:], past_key_values=frozen)
         assert [u.position for u in out.updates if u.level == "fast"] == [16, 20]
         assert cache.position.tolist() == frozen.position.tolist() == [24, 24]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_updates_tell_of_each_sequence_what_it_learned_alone(use_cache):
+    """Also where they stand at different positions: one update, measures [B], nan elsewhere."""
+    model, ids, pads = learner(), tokens(3, 23), (7, 0, 12)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    with torch.no_grad():
+        out = model(ids, attention_mask=mask, use_cache=use_cache, measure=True)
+        plain = model(ids, attention_mask=mask, use_cache=use_cache)
+    places = [(update.position, update.level) for update in out.updates]
+    assert len(set(places)) == len(places)
+    assert [place[0] for place in places] == sorted(place[0] for place in places)
+    for row, pad in enumerate(pads):
+        with torch.no_grad():
+            alone = model(ids[row : row + 1, pad:], use_cache=use_cache, measure=True)
+        assert len(alone.updates) > 2
+        assert places[: len(alone.updates)] == [(u.position, u.level) for u in alone.updates]
+        for update, its in zip(out.updates, alone.updates):
+            for mine, other in zip(update[2:], its[2:], strict=True):
+                assert mine.shape == (3,)
+                torch.testing.assert_close(mine[row : row + 1], other)
+    assert [u[:2] for u in plain.updates] == places
+    for update, measured in zip(plain.updates, out.updates, strict=True):
+        torch.testing.assert_close(update.loss, measured.loss, equal_nan=True)
+        assert all(isinstance(m, float) and math.isnan(m) for m in update[3:])
 
 
 def test_single_levels_can_be_silenced():

@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_flatten
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nestling import rules
@@ -25,6 +26,7 @@ from nestling.optim import (
     DeltaMomentum,
     Muon,
     NestedOptimizer,
+    Retaining,
     capture,
     compose,
     param_groups,
@@ -156,6 +158,9 @@ MAKERS = {
     "DeepMomentum": lambda m, **o: DeepMomentum(m.parameters(), **o),
     "compose": lambda m, **o: compose(m.parameters(), rules.lion(), **o),
     "nested": nested,
+    "Retaining": lambda m, **o: Retaining(
+        [p for p in m.parameters() if p.ndim == 2], inputs=capture(m), chunk=3, **o
+    ),
 }
 every = pytest.mark.parametrize("name", list(MAKERS))
 
@@ -184,7 +189,7 @@ def test_rates_that_are_tensors_of_one_element(name: str) -> None:
         MAKERS[name](net(), lr=torch.tensor([0.1, 0.2]))
 
 
-@every
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "Retaining"])  # has none
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR"])
 def test_schedules_that_cycle_momentum(name: str, schedule: str) -> None:
     model = net()
@@ -213,7 +218,7 @@ def test_momentum_over_a_rule_is_that_of_sgd(name: str) -> None:
         torch.testing.assert_close(a - c, b - c, rtol=0.05, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name != "DGD"])  # hooks do not copy
+@every
 def test_copies_go_on_alike(name: str) -> None:
     model = net()
     pair = {"model": model, "optimizer": MAKERS[name](model, lr=0.02)}
@@ -318,8 +323,37 @@ def test_all_state_is_contiguous(name: str) -> None:
     model = net()
     optimizer = MAKERS[name](model, lr=0.01)
     run(model, optimizer, 4)
-    held = [v for state in optimizer.state.values() for v in state.values()]
+    held, _ = tree_flatten([list(state.values()) for state in optimizer.state.values()])
+    assert held
     assert all(v.is_contiguous() for v in held)
+
+
+@every
+def test_a_saved_run_goes_on_to_the_bit(name: str) -> None:
+    """In the middle of a chunk where there are chunks, through a file of tensors alone."""
+    model = net()
+    optimizer = MAKERS[name](model, lr=0.02)
+    run(model, optimizer, 4)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], saved)
+    saved.seek(0)
+    weights, state = torch.load(saved, weights_only=True)
+    other = net()
+    other.load_state_dict(weights)
+    resumed = MAKERS[name](other, lr=0.5)
+    resumed.load_state_dict(state)
+    for one, how in ((model, optimizer), (other, resumed)):
+        run(one, how, 5, first=4)
+    same(model, other)
+
+
+@every
+def test_a_group_that_is_refused_is_not_added(name: str) -> None:
+    optimizer = MAKERS[name](net(), lr=0.02)
+    groups = len(optimizer.param_groups)
+    with pytest.raises((ValueError, TypeError, NotImplementedError)):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "lr": -1.0})
+    assert len(optimizer.param_groups) == groups
 
 
 def test_what_levels_have_collected_moves_to_the_parameters_device() -> None:

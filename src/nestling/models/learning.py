@@ -12,6 +12,8 @@ to autograd, so that `loss.backward()`, gradient accumulation, loss scaling and 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -187,7 +189,8 @@ def _learn(model: Any, request: Request) -> Result:
         if outer is not None and request.targets is not None:
             loss = _hand_over(model, engine, outer, request)
     joined = _joined(groups, logits, request)
-    return Result(joined[:, -1:] if last_only else joined, loss, tuple(reader.updates))
+    updates = _by_position(groups, reader.updates, request)
+    return Result(joined[:, -1:] if last_only else joined, loss, updates)
 
 
 def _ends_early(group: _Group, length: int) -> bool:
@@ -206,7 +209,7 @@ class _Reader:
         self.model, self.engine, self.request, self.outer = model, engine, request, outer
         self.recompute = recompute
         self.states: list[ContinuumState] = []
-        self.updates: list[LevelUpdate] = []
+        self.updates: list[Sequence[LevelUpdate]] = []  # of every group
         names = request.learn
         self.silent = [
             names is not True and (names is False or level.name not in names)
@@ -218,6 +221,7 @@ class _Reader:
         state = begin(self.engine, len(group.rows)) if group.state is None else group.state
         if group.ids.shape[1] == 0:
             self.states.append(state)
+            self.updates.append(())
             return None
         request, targets = self.request, None
         if request.targets is not None:
@@ -246,7 +250,7 @@ class _Reader:
             wanted = torch.ones_like(group.ids, dtype=torch.bool)
             out = stream.learn(group.ids, wanted if group.valid is None else group.valid, state)
         self.states.append(out.state)
-        self.updates += out.updates
+        self.updates.append(out.updates)
         return out.logits
 
     def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
@@ -344,6 +348,35 @@ def _joined(groups: list[_Group], logits: list[Tensor | None], request: Request)
             columns = torch.arange(found.shape[1], device=found.device).expand(len(found), -1)
         full = full.index_put((group.rows.unsqueeze(1), columns), found)
     return full
+
+
+def _by_position(
+    groups: Sequence[_Group], found: Sequence[Sequence[LevelUpdate]], request: Request
+) -> tuple[LevelUpdate, ...]:
+    """The groups' updates by position, one for each position and level, with measures [B].
+
+    A sequence that was not there has nan; what nobody measured is the number nan.
+    """
+    merged: dict[tuple[Any, ...], LevelUpdate] = {}
+    for group, updates in zip(groups, found, strict=True):
+        told = Counter[tuple[int, str]]()
+        for update in updates:
+            told[update[:2]] += 1
+            key = (*update[:2], told[update[:2]])
+            before = merged.get(key, LevelUpdate(*update[:2], *[math.nan] * 4))
+            measures: list[Any] = [
+                _rows_set(old, new, group.rows, len(request.ids))
+                for old, new in zip(before[2:], update[2:], strict=True)
+            ]
+            measures[1:] = measures[1:] if request.measure else [math.nan] * 3
+            merged[key] = LevelUpdate(*update[:2], *measures)
+    return tuple(sorted(merged.values(), key=lambda update: update.position))
+
+
+def _rows_set(old: Tensor | float, new: Tensor, rows: Tensor, batch: int) -> Tensor:
+    """A batch's measure [B] with one group's numbers [b] in their rows."""
+    full = old if isinstance(old, Tensor) else new.new_full((batch,), old)
+    return full.index_put((rows.to(new.device),), new)
 
 
 class HandOver(torch.autograd.Function):

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from nestling.levels import due
 from nestling.optim.inputs import Capture
-from nestling.optim.shell import require
+from nestling.optim.shell import ExactState, check_rate, require
 from nestling.rules.retaining import retain_inputs, retaining
 
 __all__ = ["Retaining"]
 
 
-class Retaining(Optimizer):
+class Retaining(ExactState):
     """The retaining rule (Eq. 59) on captured `nn.Linear` weights, at a level's clock (Eq. 71).
 
         Retaining(weights, lr=1.0, keep=100.0, inputs=capture(model))
@@ -44,11 +43,18 @@ class Retaining(Optimizer):
         self.inputs = inputs
         defaults = {"lr": lr, "keep": keep, "chunk": chunk, "dtype": dtype, "position": 0}
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            self._check(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add weights with their own settings (checked at once)."""
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def _check(self, group: dict[str, Any]) -> None:
-        require("lr", group["lr"], group["lr"] >= 0.0, "a number of at least 0")
+        check_rate(group["lr"])
         require("keep", group["keep"], group["keep"] > 0.0, "a number above 0")
         require("chunk", group["chunk"], group["chunk"] >= 1, "a whole number of at least 1")
         for weight in group["params"]:
@@ -104,4 +110,7 @@ class Retaining(Optimizer):
                 known[read] = retain_inputs(state["memory"], torch.cat(rows).to(group["dtype"]))
             state["memory"] = known[read]
             step = grad.to(group["dtype"]) @ state["memory"]
-            weight.sub_(step.to(weight.dtype), alpha=group["lr"])
+            weight.sub_(step.to(weight.dtype), alpha=float(group["lr"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inputs": self.inputs}

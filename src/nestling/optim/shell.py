@@ -23,7 +23,7 @@ from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_
 from nestling.rules import Gates, Rule, accumulate
 from nestling.tree import tree_dict
 
-__all__ = ["Group", "RuleOptimizer", "check_decays", "require"]
+__all__ = ["ExactState", "Group", "RuleOptimizer", "check_decays", "check_rate", "require"]
 
 Group = Mapping[str, Any]
 UNCOMPILED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
@@ -42,7 +42,57 @@ def check_decays(name: str, values: Iterable[float]) -> None:
     require(name, values, all(0.0 <= value < 1.0 for value in values), "in [0, 1)")
 
 
-class RuleOptimizer(torch.optim.Optimizer, ABC):
+def check_rate(lr: float | Tensor) -> None:
+    """Refuse a learning rate that is not one finite number of at least 0."""
+    single = not isinstance(lr, Tensor) or lr.numel() == 1
+    require("lr", lr, single, "a number, or a tensor of one element")
+    require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
+
+
+class ExactState(torch.optim.Optimizer):
+    """An optimizer whose state is loaded as it was saved, also from older versions."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but the state keeps the precision it was saved with.
+
+        Settings that the saved groups do not have (they are younger than the state) stay as they
+        are here.
+        """
+        before = [dict(group) for group in self.param_groups]
+        given: list[dict[str, Any]] = []
+
+        def note(optimizer: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> None:
+            given.append(after_hooks)
+
+        def mend(optimizer: torch.optim.Optimizer) -> None:
+            for group, old in zip(self.param_groups, before, strict=True):
+                for name, value in old.items():
+                    group.setdefault(name, value)
+            self._load_exactly(given[0])
+
+        handles = (  # ours come after the user's pre-hooks, and before the user's post-hooks
+            self.register_load_state_dict_pre_hook(note),
+            self.register_load_state_dict_post_hook(mend, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(saved, ours, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                device = torch.device("cpu") if name == "step" else parameter.device
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = _own(value, device, parameter)
+                elif isinstance(value, list):
+                    self.state[parameter][name] = [_own(v, device, parameter) for v in value]
+
+
+class RuleOptimizer(ExactState, ABC):
     """The shell. A concrete optimizer says which rule serves a kind of parameter in a group.
 
     Parameters of one group may need different rules: `kind` says which are alike (by default,
@@ -76,10 +126,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense. Concrete optimizers add their own."""
-        lr, decay = group["lr"], group["weight_decay"]
-        single = not isinstance(lr, Tensor) or lr.numel() == 1
-        require("lr", lr, single, "a number, or a tensor of one element")
-        require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
+        decay = group["weight_decay"]
+        check_rate(group["lr"])
         require("weight_decay", decay, decay >= 0, "a number of at least 0")
         require(
             "foreach", group["foreach"], group["foreach"] in (None, True, False), "a bool or None"
@@ -241,44 +289,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             else:
                 state[key] = new
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but the state keeps the precision it was saved with.
-
-        Settings that the saved groups do not have (they are younger than the state) stay as they
-        are here.
-        """
-        before = [dict(group) for group in self.param_groups]
-        given: list[dict[str, Any]] = []
-
-        def note(optimizer: torch.optim.Optimizer, after_hooks: dict[str, Any]) -> None:
-            given.append(after_hooks)
-
-        def mend(optimizer: torch.optim.Optimizer) -> None:
-            for group, old in zip(self.param_groups, before, strict=True):
-                for name, value in old.items():
-                    group.setdefault(name, value)
-            self._load_exactly(given[0])
-
-        handles = (  # ours come after the user's pre-hooks, and before the user's post-hooks
-            self.register_load_state_dict_pre_hook(note),
-            self.register_load_state_dict_post_hook(mend, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        ours = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, ours, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor):
-                    device = "cpu" if name == "step" else parameter.device
-                    own = value.detach().to(device, copy=True)
-                    self.state[parameter][name] = _laid_out(own, parameter)
-
 
 def _initial(rule: Rule, weight: Tensor) -> dict[str, Tensor]:
     """The rule's first state; tensors of the weight's shape in the parameter's own shape."""
@@ -288,6 +298,11 @@ def _initial(rule: Rule, weight: Tensor) -> dict[str, Tensor]:
         k: _laid_out(v.reshape(weight.shape) if v.shape == view.shape else v, weight)
         for k, v in leaves.items()
     }
+
+
+def _own(value: Tensor, device: torch.device, like: Tensor) -> Tensor:
+    """A copy of a saved tensor where the parameter lies, in the precision it was saved with."""
+    return _laid_out(value.detach().to(device, copy=True), like)
 
 
 def _laid_out(leaf: Tensor, like: Tensor) -> Tensor:
