@@ -40,11 +40,11 @@ ROUNDING = 0.01
 JUDGED = 1 << 16
 """Bytes of the first held-out novel that both are compared on."""
 
-SIZE = presets.Size(width=192, layers=4, heads=6, vocabulary=BYTE_VOCABULARY, parameters=3_000_000)
+SIZE = presets.Size(width=128, layers=4, heads=4, vocabulary=BYTE_VOCABULARY, parameters=1_000_000)
 
 
 def recipe(data: Path) -> Recipe:
-    """The default Hope with learning levels, 3M parameters, ten bytes of novels for each."""
+    """The default Hope with learning levels, 1M parameters, four bytes of novels for each."""
     books = sorted((data / "gutenberg_books").glob("*.txt.gz"))
     if not books:
         raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
@@ -54,15 +54,15 @@ def recipe(data: Path) -> Recipe:
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     return Recipe(
         model=Model(
-            preset="small", fields={**levels, **{name: getattr(size, name) for name in shape}}
+            preset="tiny", fields={**levels, **{name: getattr(size, name) for name in shape}}
         ),
         data=Data(
             train=tuple(str(path) for path in books if path not in held),
             valid=tuple(map(str, held)),
-            length=1024,
+            length=2048,
         ),
-        optim=Optim(lr=3e-3, warmup=100),
-        run=Run(steps=3700, rows=8, eval_every=200, eval_windows=16, save_every=100),
+        optim=Optim(lr=5e-3, warmup=50),
+        run=Run(steps=1000, rows=2, eval_every=250, eval_windows=8, save_every=50),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+import torch
 
 from nestling.memories import (
     GatedDeltaConfig,
@@ -12,6 +14,7 @@ from nestling.memories import (
     Projections,
     Rates,
     Retention,
+    SelfModifying,
     SelfModifyingConfig,
     Titans,
     TitansConfig,
@@ -129,3 +132,19 @@ def test_what_is_not_allowed_is_said(kind, options, message):
 def test_a_group_of_the_wrong_kind_is_refused():
     with pytest.raises(TypeError, match=r"rates must be a nestling\.memories\.Rates"):
         SelfModifyingConfig(**SIZES, rates=(0.1, 0.2))
+
+
+def test_adding_may_be_a_share_of_the_heads():
+    def memory(heads: int, adding: float) -> SelfModifying:
+        torch.manual_seed(0)
+        options = {"learning": {"adding": adding}}
+        return SelfModifying(configure(SelfModifyingConfig, width=20, heads=heads, **options))
+
+    x = torch.randn(2, 9, 20)
+    for heads, adding in ((1, 0), (2, 1), (4, 2), (5, 2)):
+        share, number, none = (memory(heads, many)(x)[0] for many in (0.5, adding, 0))
+        assert torch.equal(share, number)
+        assert torch.equal(share, none) == (adding == 0)
+    for wrong in (1.5, -0.5, True, math.nan):
+        with pytest.raises(ValueError, match="adding must be"):
+            memory(2, wrong)

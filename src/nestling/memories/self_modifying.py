@@ -97,9 +97,12 @@ class Learning:
     read_start: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.adding, float) and 0 < self.adding < 1:
-            return
-        whole_number("adding", self.adding, least=0)
+        if isinstance(self.adding, float) and not 0 < self.adding < 1:
+            raise ValueError(
+                f"adding must be a number of heads, or a share of them below 1; got {self.adding!r}"
+            )
+        if not isinstance(self.adding, float):
+            whole_number("adding", self.adding, least=0)
 
     def heads_adding(self, heads: int) -> int:
         """How many of so many heads do not erase."""
