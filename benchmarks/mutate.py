@@ -9,7 +9,8 @@ A wrong version changes one thing in a function that cites the equation: a sign,
 number off by one, operands exchanged, a transpose forgotten, a function not applied, a switch the
 other way. The tests marked with the equation run
 on it, each time in a process forked from one that has imported everything. A wrong version is
-caught when a test fails. Printed: per equation what was tried, and how many were caught in all.
+caught when an assertion fails; one that raises, dies or does not end has crashed, which shows only
+that the symbol was called. Printed: per equation what was tried, and how many were caught in all.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from types import CodeType, FunctionType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 90  # a wrong version that runs longer does not end: caught
-CAUGHT, SURVIVED, UNTOUCHED = "caught", "survived", "not reached"
+SECONDS = 90  # a wrong version that runs longer does not end: it counts as crashed
+CAUGHT, CRASHED, SURVIVED, UNTOUCHED = "caught", "crashed", "survived", "not reached"
 
 
 class Mutant(NamedTuple):
@@ -179,9 +180,22 @@ def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
             code = _run(mutant, tests)
         os._exit(code)
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return CAUGHT
-    return {0: SURVIVED, 99: UNTOUCHED}.get(os.WEXITSTATUS(status), CAUGHT)
+    code = -1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    return {0: SURVIVED, 1: CAUGHT, 99: UNTOUCHED}.get(code, CRASHED)
+
+
+class Failures:
+    """A plugin of pytest that remembers whether a test failed by anything but an assertion."""
+
+    crashed = False
+
+    def pytest_runtest_makereport(self, item, call) -> None:
+        """Look at the exception a test raised."""
+        import pytest
+
+        wrong = (AssertionError, pytest.fail.Exception)
+        if call.excinfo is not None and not issubclass(call.excinfo.type, wrong):
+            self.crashed = True
 
 
 def _run(mutant: Mutant | None, tests: Sequence[str]) -> int:
@@ -200,7 +214,9 @@ def _run(mutant: Mutant | None, tests: Sequence[str]) -> int:
         "--rootdir",
         str(ROOT),
     ]
-    return int(pytest.main([*options, *tests]))
+    failures = Failures()
+    code = int(pytest.main([*options, *tests], plugins=[failures]))
+    return 98 if failures.crashed else code
 
 
 class Verdict(NamedTuple):
@@ -210,7 +226,7 @@ class Verdict(NamedTuple):
     tried: int
     caught: int
     example: str
-    survivors: list[str]
+    missed: list[str]  # those that survived or crashed
 
 
 def examine(entry, *, every: bool, most: int = 40) -> Verdict:
@@ -218,7 +234,7 @@ def examine(entry, *, every: bool, most: int = 40) -> Verdict:
     everything = [test.name for test in entry.tests]
     tests = [name for name in everything if name.startswith("tests/equations/")] or everything
     tried, caught, example = 0, 0, ""
-    survivors: list[str] = []
+    missed: list[str] = []
     queues = [wrong_versions(symbol) for symbol in sorted(entry.symbols, key=_plainness)]
     turns = [m for turn in range(most) for q in queues for m in q[turn : turn + 1]]
     turns.sort(key=lambda mutant: mutant.rank >= NOT_ARITHMETIC)
@@ -234,8 +250,8 @@ def examine(entry, *, every: bool, most: int = 40) -> Verdict:
             if not every:
                 break
         else:
-            survivors.append(words)
-    return Verdict(entry.equation.number, tried, caught, example, survivors)
+            missed.append(f"{found}: {words}")
+    return Verdict(entry.equation.number, tried, caught, example, missed)
 
 
 def _plainness(symbol) -> int:
@@ -295,8 +311,8 @@ def main() -> int:
             f" {verdict.example[:90]}",
             flush=True,
         )
-        for words in verdict.survivors if arguments.show else ():
-            print(f"          survived: {words}")
+        for words in verdict.missed if arguments.show else ():
+            print(f"          {words}")
     verified = [v.number for v in verdicts if v.caught]
     caught, tried = sum(v.caught for v in verdicts), sum(v.tried for v in verdicts)
     missing = [v.number for v in verdicts if not v.caught]

@@ -136,42 +136,52 @@ def test_an_ada_transformer_block_writes_its_mlp_in_context():
 
 
 def conditioned(seen, *, source):
-    """A problem whose context is `seen(view)`, and a fast memory it may read, or the reverse."""
-    pair = {"fast": (rand(2, 3), 1), "slow": (rand(2, 3), 2)}
-    return [
+    """The contexts of a memory whose context is `seen(view)` of `source`, and all weights.
+
+    Two memories, fast (every item) and slow (every second). The one that is read learns the items,
+    `w - item`; the reader learns `w - context`, which is checked. Returns the reader's contexts of
+    four items, the start of the memory that is read, and the items.
+    """
+    starts, items = {"fast": rand(2, 3), "slow": rand(2, 3)}, list(rand(4, 2, 3))
+    reader = "slow" if source == "fast" else "fast"
+    problems = [
         Problem(
             name=name,
-            parameters={"w": weight},
-            context=seen if name != source else (lambda view: view.item),
+            parameters={"w": starts[name]},
+            context=seen if name == reader else (lambda view: view.item),
             objective=lambda own, context: (own["w"] * context).sum(),
             chunk=chunk,
-            reads=(direct(source),) if name != source else (),
+            reads=(direct(source),) if name == reader else (),
         )
-        for name, (weight, chunk) in pair.items()
+        for name, chunk in (("fast", 1), ("slow", 2))
     ]
-
-
-@pytest.mark.equation(24, 25, 26)
-@pytest.mark.parametrize(
-    ("seen", "source"),
-    [
-        (lambda view: view["fast"]["w"], "fast"),  # 24: on the faster memory's parameters
-        (lambda view: view["fast"]["w"] @ torch.ones(3, 3).double(), "fast"),  # 25: its output
-        (lambda view: view["slow"]["w"] * view.item, "slow"),  # 26: the reverse direction
-    ],
-    ids=["parameters", "output", "reverse"],
-)
-def test_a_memory_conditions_on_anothers_parameters_or_output(seen, source):
-    problems, items = conditioned(seen, source=source), list(rand(2, 2, 3))
     state, ticks = NestedSystem(problems).run(items)
-    reader = "slow" if source == "fast" else "fast"
-    (problem,) = [p for p in problems if p.name == reader]
     contexts = [tick.contexts[reader] for tick in ticks]
     assert not any(context.requires_grad for context in contexts)  # knowledge, no gradient
-    same(state.parameters[reader]["w"], problem.parameters["w"] - sum(contexts))
-    if source == "fast":  # it sees the fast memory as it is after this item
-        (fast,) = [p for p in problems if p.name == "fast"]
-        same(contexts[0], seen({"fast": {"w": fast.parameters["w"] - items[0]}}))
+    same(state.parameters[reader]["w"], starts[reader] - sum(contexts))
+    return contexts, starts[source], items
+
+
+@pytest.mark.equation(24)
+def test_a_slow_memory_conditions_on_a_faster_ones_parameters():
+    contexts, start, items = conditioned(lambda view: view["fast"]["w"], source="fast")
+    same(contexts[0], start - items[0])  # the fast memory as it is after the item
+    same(contexts[1], start - items[0] - items[1])
+
+
+@pytest.mark.equation(25)
+def test_a_slow_memory_conditions_on_a_faster_ones_output():
+    asked = rand(3, 3)
+    contexts, start, items = conditioned(lambda view: view["fast"]["w"] @ asked, source="fast")
+    same(contexts[0], (start - items[0]) @ asked)
+    same(contexts[1], (start - items[0] - items[1]) @ asked)
+
+
+@pytest.mark.equation(26)
+def test_a_fast_memory_conditions_on_a_slower_one():
+    contexts, start, items = conditioned(lambda view: view["slow"]["w"] * view.item, source="slow")
+    same(contexts[1], start * items[1])  # the slow memory learns behind the second item
+    same(contexts[2], (start - items[0] - items[1]) * items[2])
 
 
 @pytest.mark.equation(27)

@@ -65,7 +65,7 @@ def direct(source: str, *, previous: bool = False) -> Transfer:
     From a box without trained parameters, such as attention's keys and values, the same read is
     the non-parametric transfer of Eq. 27.
     """
-    return Transfer(source=source, kind="direct", previous=previous)
+    return Transfer(source=source, kind="direct", order=0, previous=previous)
 
 
 def backpropagation(source: str, *, order: int = 2, previous: bool = False) -> Transfer:
