@@ -6,7 +6,7 @@ state `[..., Do, Di]`, x and queries `[..., T, Di]`, u `[..., T, Do]`, gates `[.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from nestling.scan.backends import one_of
 
 __all__ = [
     "MomentumState",
+    "Options",
     "Read",
     "Rule",
     "check_chunk",
@@ -35,6 +36,16 @@ class MomentumState(NamedTuple):
 
     weight: Tensor  # [..., Do, Di]
     velocity: Tensor  # [..., Do, Di]
+
+
+class Options(TypedDict):
+    """The options every back end of the scan takes by name; `scan` explains them."""
+
+    rule: Rule
+    read: Read
+    chunk: int
+    momentum: Tensor | None
+    recompute: bool
 
 
 def is_l2(objective: object) -> bool:
@@ -89,7 +100,8 @@ def check_scan(
     read: str,
     chunk: int,
     momentum: Tensor | None,
-    check: bool = True,
+    recompute: bool,
+    check: bool,
 ) -> None:
     """Raise ValueError or TypeError on the first argument that does not fit.
 

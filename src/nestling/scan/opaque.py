@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["opaque"]
+__all__ = ["differentiate_once", "only_needed", "opaque"]
 
 Function = Callable[[Sequence[Any], Sequence[Tensor | None]], Sequence[Tensor]]
 """Plain values and tensors in, tensors out."""
@@ -82,23 +82,39 @@ def opaque(
             for grad, (shape, dtype) in zip(grads, ctx.shapes, strict=True)
         ]
         found = backward(*ctx.plain, *given, full)
-        needs = ctx.needs_input_grad[many:]
-        shown = [grad if need else None for grad, need in zip(found, needs, strict=True)]
-        return (*(None for _ in range(many)), *shown)
-
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"nestling::{name} is differentiable once when compiled; second derivatives need an"
-            " eager model inside nestling.scan.any_order()"
-        )
+        needed = only_needed(found, ctx.needs_input_grad[many:])
+        return (*(None for _ in range(many)), *needed)
 
     forward.register_fake(lambda *arguments: list(fake(arguments[:many], arguments[many:])))
     backward.register_fake(
         lambda *arguments: [_whole(None, part, arguments[-1][0]) for part in arguments[many:-1]]
     )
+    differentiate_once(
+        forward, backward, setup, through,
+        f"nestling::{name} is differentiable once when compiled; second derivatives need an"
+        " eager model inside nestling.scan.any_order()",
+    )  # fmt: skip
+    return forward
+
+
+def differentiate_once(
+    forward: Any, backward: Any, setup: Callable, through: Callable, refusal: str
+) -> None:
+    """Give an operator its gradient: `through` calls `backward`, an operator that has none.
+
+    Whoever differentiates a second time gets a NotImplementedError that says `refusal`.
+    """
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(refusal)
+
     forward.register_autograd(through, setup_context=setup)
     backward.register_autograd(refuse)
-    return forward
+
+
+def only_needed(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the inputs that need one; None for the others."""
+    return [grad if need else None for grad, need in zip(grads, needed, strict=True)]
 
 
 def _apart(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels of all scans: the exact inverse of a chunk, tile sizes, precision.
+"""Shared by the Triton kernels of all scans: rows, the inverse of a chunk, tile sizes, precision.
 
 This file and the `triton.py` beside each scan are loaded only where the Triton back end is used
 (extra `nestling[triton]`). Kernels compute in float32 whatever the inputs are: bf16 values become
@@ -20,6 +20,7 @@ __all__ = [
     "INTERPRETED",
     "LARGEST",
     "flat",
+    "load_rows",
     "longest",
     "power",
     "precision",
@@ -69,6 +70,13 @@ def power(size: int) -> int:
 def flat(tensor: Tensor | None) -> Tensor | None:
     """The tensor as kernels address it: row-major, without gaps."""
     return None if tensor is None else tensor.contiguous()
+
+
+@triton.jit
+def load_rows(pointer, t, ok, columns, WIDTH: tl.constexpr):
+    """Rows t and some columns of a row-major [T, WIDTH], in float32; zero where not ok."""
+    at = pointer + t[:, None] * WIDTH + columns[None, :]
+    return tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit

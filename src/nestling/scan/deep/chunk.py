@@ -96,7 +96,7 @@ class Chunk(NamedTuple):
 
 
 class FirstLayer(NamedTuple):
-    """What layer 2 needs of its inputs; does not depend on the weights."""
+    """Layer 2's products of its inputs; they do not depend on the weights."""
 
     gram: Tensor | None  # [N, C, C]: X X'
     inverse: Tensor | None  # [N, C, C]
@@ -111,7 +111,7 @@ class Weights(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """What `write` leaves for the reads and the backward pass."""
+    """The results of `write` that the reads and the backward pass use."""
 
     z: Tensor  # [N, C, H]
     gate: Tensor  # [N, C, H]
@@ -134,7 +134,7 @@ def hidden(saved: Writing, how: How) -> Tensor:
 
 
 class Reading(NamedTuple):
-    """What `read` leaves for the backward pass."""
+    """The results of `read` that the backward pass uses."""
 
     z: Tensor  # [N, C, H]: Zq
     gate: Tensor  # [N, C, H]
@@ -257,7 +257,7 @@ def read(
 
 
 class Adjoint(NamedTuple):
-    """What the backward of the read hands to the backward of the write."""
+    """The gradients that the backward of the read hands to the backward of the write."""
 
     weights: Weights
     k: Tensor  # [N, C, H]

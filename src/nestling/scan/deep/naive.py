@@ -8,7 +8,7 @@ and a read composes the two reads, `z_t = W2_t q_t`, `y_t = q_t + W1_t sigma(z_t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -16,14 +16,14 @@ from torch import Tensor
 from nestling.levels import boundaries
 from nestling.objectives import Objective, l2
 from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype, is_l2
-from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu, with_starts
+from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu, with_starts
 from nestling.scan.delta.naive import scan_naive
 
 __all__ = ["Signals", "clipped", "compose", "mlp_naive", "signals"]
 
 
 class Signals(NamedTuple):
-    """What the layers are to learn from each token: layer 2 `x -> u2`, layer 1 `h -> u1`."""
+    """The pairs the layers learn from each token: layer 2 `x -> u2`, layer 1 `h -> u1`."""
 
     h: Tensor  # [..., C, H]
     u1: Tensor  # [..., C, D]
@@ -78,22 +78,21 @@ def mlp_naive(
 
     `recompute` is accepted for the signature's sake and changes nothing.
     """
-    check_mlp(
-        state, x, v, rate, retain, queries, objective=objective, rule=rule, read=read, chunk=chunk,
-        clip=clip, momentum=momentum, check=check,
+    options = MLPOptions(
+        objective=objective, rule=rule, read=read, chunk=chunk, clip=clip,
+        bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
     )  # fmt: skip
-    return compose(
-        scan_naive, state, x, v, rate, retain, queries, objective=objective, rule=rule, read=read,
-        chunk=chunk, clip=clip, bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
-    )  # fmt: skip
+    given = (state, x, v, rate, retain, queries)
+    check_mlp(*given, check=check, **options)
+    return compose(scan_naive, *given, **options)
 
 
 def compose(
     scan: Callable[..., tuple[Any, Any]], state: MLPState, x: Tensor, v: Tensor, rate: Tensor,
-    retain: Tensor, queries: Tensor | None, *, objective: Objective, rule: Rule, read: Read,
-    chunk: int, clip: float | None, bound_inputs: bool, momentum: Tensor | None, sigma: Sigma,
+    retain: Tensor, queries: Tensor | None, **options: Unpack[MLPOptions],
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """The two-layer scan out of any matrix scan; begins and ends anywhere in a chunk (Eq. 90)."""
+    chunk, momentum, sigma = options["chunk"], options["momentum"], options["sigma"]
     dtype = compute_dtype(*state[:6], x, v, rate, retain, queries, momentum)
     state = MLPState(  # type: ignore[call-arg]
         *(s.to(dtype) if s is not None else None for s in state[:6]),  # type: ignore[arg-type]
@@ -113,9 +112,11 @@ def compose(
         theta = momentum[..., part] if momentum is not None else None
         learn = signals(
             state.start1, state.start2, xs, vs,  # type: ignore[arg-type]
-            objective=objective, clip=clip, bound_inputs=bound_inputs, sigma=sigma,
+            objective=options["objective"], clip=options["clip"],
+            bound_inputs=options["bound_inputs"], sigma=sigma,
         )  # fmt: skip
-        how: dict[str, Any] = {"rule": rule, "read": read, "momentum": theta, "check": False}
+        how: dict[str, Any] = {"momentum": theta, "check": False}
+        how |= {"rule": options["rule"], "read": options["read"]}
         z, layer2 = scan(_layer(state.w2, state.velocity2, theta), xs, learn.u2, *gates, qs, **how)
         hidden = sigma(z) if qs is not None else None
         y, layer1 = scan(

@@ -36,7 +36,7 @@ from nestling.scan.deep.chunk import (
 )
 from nestling.scan.deep.chunk import read as read_chunk
 from nestling.scan.deep.naive import compose
-from nestling.scan.deep.types import MLPState, Sigma, check_mlp, silu
+from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
 from nestling.scan.opaque import opaque
 
@@ -85,10 +85,11 @@ def scan_mlp(
 
     The returned state may be passed on at any token: any split of a stream gives the same result.
     """
-    check_mlp(
-        state, x, v, rate, retain, queries, objective=objective, rule=rule, read=read, chunk=chunk,
-        clip=clip, momentum=momentum, check=check,
+    options = MLPOptions(
+        objective=objective, rule=rule, read=read, chunk=chunk, clip=clip,
+        bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
     )  # fmt: skip
+    check_mlp(state, x, v, rate, retain, queries, check=check, **options)
     if torch.compiler.is_compiling():
         if sigma is not silu:
             raise NotImplementedError("compiled models have the two-layer scan with silu only")
@@ -105,11 +106,7 @@ def scan_mlp(
     parts: list[Tensor | None] = []
     if begun or not tokens:  # two matrix scans, of any order too
         first = _part(inputs, 0, begun)
-        y, state = compose(
-            scan, state, *first,  # type: ignore[arg-type]
-            objective=objective, rule=rule, read=read, chunk=chunk, clip=clip,
-            bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
-        )  # fmt: skip
+        y, state = compose(scan, state, *first, **options)  # type: ignore[arg-type]
         parts.append(y)
     whole = (tokens - begun) // chunk * chunk
     for start, length, size in ((begun, whole, chunk), (begun + whole, tokens - begun - whole, 0)):
@@ -166,7 +163,7 @@ _WRITING, _READING = len(Writing._fields), len(Reading._fields)
 
 
 def _saved(part: Sequence[Any], reads: bool) -> tuple[Weights, Writing | None, Reading | None]:
-    """What the forward pass saved of one chunk: the weights, and unless recomputing the rest."""
+    """The tensors saved of one chunk: the weights, and unless recomputing the rest."""
     weights, rest = Weights(*part[:2]), part[2:]
     if not rest:
         return weights, None, None

@@ -43,7 +43,7 @@ def _stacks(
     w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor, gates: two.Gates,
     layer: two.FirstLayer,
 ) -> tuple[Stacked, Stacked]:  # fmt: skip
-    """What `chunk`'s passes take: of all memories, to write; of the first one, to read."""
+    """The arguments of `chunk`'s passes: of all memories, to write; of the first one, to read."""
     many = w1.shape[1]
     everyone = (
         two.Weights(w1.flatten(0, 1), w2.flatten(0, 1)),

@@ -1,4 +1,4 @@
-"""What the two-layer scan works on: the memory's state, its nonlinearity, and what is accepted.
+"""The two-layer scan's arguments: the memory's state, its nonlinearity, options and checks.
 
 Legend: `...` leading dimensions (sequences, heads), T tokens, D width, H hidden width.
 """
@@ -6,16 +6,16 @@ Legend: `...` leading dimensions (sequences, heads), T tokens, D width, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from nestling.objectives import Objective
 from nestling.scan.backends import one_of
-from nestling.scan.checks import check_chunk, check_range, check_tensor, is_l2
+from nestling.scan.checks import Read, Rule, check_chunk, check_range, check_tensor, is_l2
 
-__all__ = ["MLPState", "Sigma", "check_mlp", "gelu", "silu", "with_starts"]
+__all__ = ["MLPOptions", "MLPState", "Sigma", "check_mlp", "gelu", "silu", "with_starts"]
 
 
 class MLPState(NamedTuple):
@@ -72,15 +72,28 @@ gelu = Sigma(
 """`z Phi(z)`."""
 
 
+class MLPOptions(TypedDict):
+    """The options of the two-layer scan in every form; `scan_mlp` explains them."""
+
+    objective: Objective
+    rule: Rule
+    read: Read
+    chunk: int
+    clip: float | None
+    bound_inputs: bool
+    momentum: Tensor | None
+    sigma: Sigma
+
+
 def check_mlp(
     state: MLPState, x: Tensor, v: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None, *,
-    objective: Objective, rule: str, read: str, chunk: int, clip: float | None,
-    momentum: Tensor | None, check: bool,
+    check: bool, **options: Unpack[MLPOptions],
 ) -> None:  # fmt: skip
     """Raise ValueError or TypeError on the first argument that does not fit."""
-    is_l2(objective)
-    one_of("rule", rule, ("dgd", "gd"))
-    one_of("read", read, ("after", "before"))
+    chunk, clip, momentum = options["chunk"], options["clip"], options["momentum"]
+    is_l2(options["objective"])
+    one_of("rule", options["rule"], ("dgd", "gd"))
+    one_of("read", options["read"], ("after", "before"))
     check_chunk(chunk)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be a positive number, or None for no clipping; got {clip!r}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
-from nestling.scan.checks import MomentumState, Read, Rule, check_scan
+from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.naive import run_naive
@@ -118,19 +118,15 @@ def scan(
         to any order; `naive`: token by token; `triton` and `fla`: kernels for CUDA, see
         `nestling.scan.delta.triton` and `nestling.scan.delta.fla`.
     """
-    check_scan(
-        state, x, u, rate, retain, queries,
-        rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
-    )  # fmt: skip
+    given = (state, x, u, rate, retain, queries)
+    options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
+    check_scan(*given, **options, check=check)
     if backend is None or backend == "auto":
-        why = _refusals(state, x, u, rate, retain, queries, momentum) if x.is_cuda else {}
+        why = _refusals(*given, momentum) if x.is_cuda else {}
         backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
     if backend not in BACKENDS:
         words = ", ".join(repr(word) for word in BACKENDS)
         raise ValueError(f"backend must be 'auto' or one of {words}; got {backend!r}")
     if backend == "fla" and check and not torch.compiler.is_compiling():
         check_fla(retain)
-    return BACKENDS[backend](  # type: ignore[return-value]
-        state, x, u, rate, retain, queries,
-        rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute,
-    )  # fmt: skip
+    return BACKENDS[backend](*given, **options)  # type: ignore[return-value]

@@ -49,14 +49,14 @@ Saved: the inputs, M_0 of every chunk, and (unless `recompute`) w and J: O(T) an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype
+from nestling.scan.checks import MomentumState, Options, Read, Rule, compute_dtype
 from nestling.scan.delta.naive import run_naive
 
 __all__ = ["products", "scan_chunk_autograd"]
@@ -85,33 +85,20 @@ def products(gate: Tensor) -> Tensor:
 
 
 def scan_chunk_autograd(
-    state: Any,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: Rule,
-    read: Read,
-    chunk: int,
-    momentum: Tensor | None,
-    recompute: bool,
-) -> tuple[Tensor | None, Any]:
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    **options: Unpack[Options],
+) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The chunked scan (Eq. 90) in ordinary torch operations, with or without momentum.
 
     `recompute` keeps only the inputs for the backward pass.
     """
-    if recompute and torch.is_grad_enabled():
-        return checkpoint(
-            scan_chunk_autograd, state, x, u, rate, retain, queries, use_reentrant=False,
-            rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=False,
-        )  # fmt: skip
+    if options["recompute"] and torch.is_grad_enabled():
+        options["recompute"] = False
+        given = (state, x, u, rate, retain, queries)
+        return checkpoint(scan_chunk_autograd, *given, use_reentrant=False, **options)
     if 0 in (*x.shape, *u.shape):
-        return run_naive(
-            state, x, u, rate, retain, queries,
-            rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=False,
-        )  # fmt: skip
+        return run_naive(state, x, u, rate, retain, queries, **options)
+    chunk, momentum = options["chunk"], options["momentum"]
     whole = x.shape[-2] // chunk * chunk
     parts: list[Any] = []
     for start, stop in ((0, whole), (whole, x.shape[-2])):  # whole chunks, then a shorter one
@@ -119,7 +106,9 @@ def scan_chunk_autograd(
             rows = [None if t is None else t[..., start:stop, :] for t in (x, u, queries)]
             gates = [None if t is None else t[..., start:stop] for t in (rate, retain, momentum)]
             size = min(chunk, stop - start)
-            reads, state = _whole_chunks(state, rows, gates, rule=rule, read=read, chunk=size)
+            reads, state = _whole_chunks(
+                state, rows, gates, rule=options["rule"], read=options["read"], chunk=size
+            )
             parts.append(reads)
     return (None if queries is None else torch.cat(parts, -2)), state
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from nestling.scan.backends import INSTALLED, MISSING_FLA
-from nestling.scan.checks import Read, Rule
+from nestling.scan.checks import Options, Read, Rule
 
 __all__ = ["Kernels", "check_fla", "map_to_fla", "refusal_fla", "scan_fla"]
 
@@ -63,24 +63,15 @@ def check_fla(retain: Tensor) -> None:
 
 
 def scan_fla(
-    state: Any,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: Rule,
-    read: Read,
-    chunk: int,
-    momentum: Tensor | None,
-    recompute: bool,
-) -> tuple[Tensor | None, Any]:
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    **options: Unpack[Options],
+) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The scan on CUDA; `chunk` and `recompute` are fla's own business."""
-    why = refusal_fla(x, momentum)
+    why = refusal_fla(x, options["momentum"])
     if why is not None:
         raise ImportError(why) if why == MISSING_FLA else ValueError(why)
-    return map_to_fla(_kernels(), state, x, u, rate, retain, queries, rule=rule, read=read)
+    given = (state, x, u, rate, retain, queries)
+    return map_to_fla(_kernels(), *given, rule=options["rule"], read=options["read"])
 
 
 def _kernels() -> Kernels:
@@ -93,17 +84,9 @@ def _kernels() -> Kernels:
 
 
 def map_to_fla(
-    kernels: Kernels,
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: Rule,
-    read: Read,
-) -> tuple[Tensor | None, Tensor]:
+    kernels: Kernels, state: Tensor, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor,
+    queries: Tensor | None, *, rule: Rule, read: Read,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """The algebra of this back end, with any kernels that follow fla's conventions.
 
     fla's shapes are q, k `[B, T, H, Di]`, v `[B, T, H, Do]`, gates `[B, T, H]`, states

@@ -25,7 +25,7 @@ from torch import Tensor
 from nestling.scan.triangular import decay, unit_inverse
 from nestling.scan.workspace import Workspace
 
-__all__ = ["Extra", "Gradients", "Options", "Saved", "backward", "forward"]
+__all__ = ["Extra", "Form", "Gradients", "Saved", "backward", "forward"]
 
 EPS = 1e-6
 """Added to squared lengths, as in `nestling.norm.unit`."""
@@ -79,7 +79,7 @@ def segments(x: Tensor, width: int, chunk: int) -> Iterator[Segment]:
         yield Segment(whole * chunk, tokens, whole, 1, tokens % chunk)
 
 
-class Options(NamedTuple):
+class Form(NamedTuple):
     """The options of one call of the kernel."""
 
     erase: bool  # dgd; False is gd
@@ -89,7 +89,7 @@ class Options(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Inputs of some memories only; both need `Options.erase`."""
+    """Inputs of some memories only; both need `Form.erase`."""
 
     share: Tensor | None = None  # [M] how much of a write's rate erases, a constant; None is one
     home: Tensor | None = None  # [M, Do, Di] makes values of u, which is then [M, T, Di]
@@ -158,17 +158,17 @@ def forward(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
-    options: Options,
+    form: Form,
     dtype: torch.dtype,
     extra: Extra = PLAIN,
 ) -> tuple[Tensor | None, Saved]:
     """Reads `[M, T, Do]` in the queries' dtype, and what backward needs; the end state is last."""
     (sequences, tokens, inner), out = x.shape, state.shape[-2]
-    erase, chunk = options.erase, options.chunk
+    erase, chunk = form.erase, form.chunk
     work = Workspace(x, dtype)
     starts = x.new_empty((-(-tokens // chunk) + 1, *state.shape), dtype=dtype)
     starts[0] = state
-    keep = sequences * tokens if erase and not options.recompute else 0
+    keep = sequences * tokens if erase and not form.recompute else 0
     errors = x.new_empty(keep * out, dtype=dtype)
     inverse = x.new_zeros(keep * chunk, dtype=dtype)
     reads = None if queries is None else queries.new_empty(sequences, tokens, out)
@@ -190,7 +190,7 @@ def forward(
             _accumulate(parts, w, memory)
         if queries is not None and reads is not None:
             q = seg.cut(queries, "q", work)
-            seg.paste(_read(parts, q, w, memory[:-1].flatten(0, 1), options.after, work), reads)
+            seg.paste(_read(parts, q, w, memory[:-1].flatten(0, 1), form.after, work), reads)
     return reads, Saved(starts, errors, inverse)
 
 
@@ -279,7 +279,7 @@ def backward(
     retain: Tensor,
     queries: Tensor | None,
     saved: Saved,
-    options: Options,
+    form: Form,
     need_retain: bool,
     extra: Extra = PLAIN,
 ) -> Gradients:
@@ -294,17 +294,17 @@ def backward(
     dM, dhome = dstate.to(work.dtype), None
     if extra.home is not None:
         dhome = torch.zeros_like(dM)
-    todo = list(segments(x, max(inner, out, options.chunk), options.chunk))
+    todo = list(segments(x, max(inner, out, form.chunk), form.chunk))
     for seg in reversed(todo):
         eta, alpha = seg.cut(rate, "rate", work), seg.cut(retain, "retain", work)
-        parts = _prepare(seg.cut(x, "x", work), eta, alpha, options.erase, extra.share, work)
+        parts = _prepare(seg.cut(x, "x", work), eta, alpha, form.erase, extra.share, work)
         starts = saved.starts[seg.first : seg.first + seg.chunks].flatten(0, 1)
         values = _values(seg, u, starts, extra.home, work)
-        w, solved = _again(parts, seg, u, values, starts, saved, options, work)
+        w, solved = _again(parts, seg, u, values, starts, saved, form, work)
         reader = None
         if queries is not None and dreads is not None:
             dY = seg.cut(dreads, "dY", work)
-            reader = _reader(parts, seg.cut(queries, "q", work), dY, options.after, work)
+            reader = _reader(parts, seg.cut(queries, "q", work), dY, form.after, work)
         dR, dmemory = _recur_back(parts, solved, w, reader, values, dM, dhome, seg.chunks, work)
         dM = work("dM", *dM.shape).copy_(dmemory[0])
         dends = dmemory[1:].flatten(0, 1)
@@ -344,14 +344,14 @@ def _values(
 
 def _again(
     parts: Parts, seg: Segment, u: Tensor, values: Values | None, starts: Tensor, saved: Saved,
-    options: Options, work: Workspace,
+    form: Form, work: Workspace,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The segment's errors and inverses, from what was saved or once more from the inputs."""
     sequences, out = saved.starts.shape[1:3]
-    if not options.erase:
+    if not form.erase:
         return seg.cut(u, "u", work), None
-    if not options.recompute:
-        solved = seg.stored(saved.inverse, sequences, options.chunk, seg.size)
+    if not form.recompute:
+        solved = seg.stored(saved.inverse, sequences, form.chunk, seg.size)
         return seg.stored(saved.errors, sequences, out, out), solved
     solved = _solve(parts, work.zeros("solved", *parts.gram.shape), work)
     given = seg.cut(u, "u", work) if values is None else values.own

@@ -5,12 +5,12 @@ Eq. 5, 15, 64-65, 88 and deviation 18 are all parameters of this loop.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import MomentumState, Read, Rule, check_scan, compute_dtype
+from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan, compute_dtype
 
 __all__ = ["run_naive", "scan_naive"]
 
@@ -40,31 +40,18 @@ def scan_naive(
     Reads are `M_t q_t` (`after`) or `M_{t-1} q_t` (`before`), None without queries.
     `chunk` and `recompute` are accepted for the signature's sake and change nothing.
     """
-    check_scan(
-        state, x, u, rate, retain, queries,
-        rule=rule, read=read, chunk=chunk, momentum=momentum, check=check,
-    )  # fmt: skip
-    return run_naive(
-        state, x, u, rate, retain, queries,
-        rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute,
-    )  # fmt: skip
+    given = (state, x, u, rate, retain, queries)
+    options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
+    check_scan(*given, **options, check=check)
+    return run_naive(*given, **options)
 
 
 def run_naive(
-    state: Tensor | MomentumState,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: Rule,
-    read: Read,
-    chunk: int,
-    momentum: Tensor | None,
-    recompute: bool,
-) -> tuple[Tensor | None, Any]:
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    **options: Unpack[Options],
+) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The loop itself, for input that was checked."""
+    rule, read, momentum = options["rule"], options["read"], options["momentum"]
     weight: Tensor = state.weight if isinstance(state, MomentumState) else state  # [..., Do, Di]
     velocity: Tensor | None = state.velocity if isinstance(state, MomentumState) else None
     dtype = compute_dtype(weight, velocity, x, u, rate, retain, queries, momentum)

@@ -25,18 +25,21 @@ What does not depend on the memory runs for all chunks at once; `_recur` and `_r
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestling.scan.checks import Read, Rule
+from nestling.scan.checks import Options
+from nestling.scan.delta.op import GIVEN
+from nestling.scan.opaque import differentiate_once, only_needed
 from nestling.scan.tiles import (
     DTYPES,
     LARGEST,
     flat,
+    load_rows,
     longest,
     power,
     precision,
@@ -46,17 +49,12 @@ from nestling.scan.tiles import (
 
 __all__ = ["refusal", "scan_triton"]
 
+FORM = "bool erase, bool after, int chunk"
+
 
 @triton.jit
 def _tokens(pointer, t, mask, other):
     return tl.load(pointer + t, mask=mask, other=other).to(tl.float32)
-
-
-@triton.jit
-def _rows(pointer, t, ok, columns, WIDTH: tl.constexpr):
-    """Rows t and some columns of a row-major [T, WIDTH], in float32; zero behind the end."""
-    at = pointer + t[:, None] * WIDTH + columns[None, :]
-    return tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -98,7 +96,7 @@ def _solve(
     t = chunk * C + r
     _, Gm, _, _ = _decays(retain + m * T, t, r, T, False)
     n = _tokens(rate + m * T, t, t < T, 0.0)
-    X = _rows(x + m * T * DI, t, t < T, tl.arange(0, DI), DI)
+    X = load_rows(x + m * T * DI, t, t < T, tl.arange(0, DI), DI)
     L = Gm * tl.dot(X, tl.trans(X), input_precision=PREC) * n[None, :]
     inverse += (m * tl.cdiv(T, C) + chunk) * C * C
     tl.store(inverse + r[:, None] * C + r[None, :], unit_inverse(L, C, SOLVE))
@@ -125,8 +123,8 @@ def _recur(
         starts += DO * DI
         t = chunk * C + r
         ok = t < T
-        X = _rows(x, t, ok, k, DI)
-        E = _rows(u, t, ok, v, DO)
+        X = load_rows(x, t, ok, k, DI)
+        E = load_rows(u, t, ok, v, DO)
         if ERASE:
             gm = tl.cumprod(_tokens(retain, t - 1, (t <= T) & (r > 0), 1.0), 0)
             E -= gm[:, None] * tl.dot(X, S, input_precision=PREC)
@@ -137,6 +135,20 @@ def _recur(
         n = _tokens(rate, t, ok, 0.0)
         S = whole * S + tl.dot(tl.trans(X), (n * tail)[:, None] * E, input_precision=PREC)
     tl.store(starts + at, S)
+
+
+@triton.jit
+def _scores(
+    x, q, rate, retain, m, t, ok, k, r, T,
+    DI: tl.constexpr, AFTER: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Q, g_r and G_r (Q X^T) n of a chunk."""
+    X = load_rows(x + m * T * DI, t, ok, k, DI)
+    Q = load_rows(q + m * T * DI, t, ok, k, DI)
+    _, _, gr, Gr = _decays(retain + m * T, t, r, T, AFTER)
+    A = Gr * tl.dot(Q, tl.trans(X), input_precision=PREC)
+    A *= _tokens(rate + m * T, t, ok, 0.0)[None, :]
+    return Q, gr, A
 
 
 @triton.jit
@@ -151,15 +163,11 @@ def _read(
     k, r = tl.arange(0, DI), tl.arange(0, C)
     t = chunk * C + r
     ok = t < T
-    X = _rows(x + m * T * DI, t, ok, k, DI)
-    Q = _rows(q + m * T * DI, t, ok, k, DI)
-    _, _, gr, Gr = _decays(retain + m * T, t, r, T, AFTER)
-    A = Gr * tl.dot(Q, tl.trans(X), input_precision=PREC)
-    A *= _tokens(rate + m * T, t, ok, 0.0)[None, :]
+    Q, gr, A = _scores(x, q, rate, retain, m, t, ok, k, r, T, DI, AFTER, PREC)
     starts += (m * (tl.cdiv(T, C) + 1) + chunk) * DO * DI
     S = tl.load(starts + v[None, :] * DI + k[:, None])
     Y = gr[:, None] * tl.dot(Q, S, input_precision=PREC)
-    E = _rows(errors + m * T * DO, t, ok, v, DO)
+    E = load_rows(errors + m * T * DO, t, ok, v, DO)
     Y += tl.dot(A, E, input_precision=PREC)
     tl.store(y + m * T * DO + t[:, None] * DO + v[None, :], Y, mask=ok[:, None])
 
@@ -177,12 +185,8 @@ def _reads_back(
     k, r = tl.arange(0, DI), tl.arange(0, C)
     t = chunk * C + r
     ok = t < T
-    X = _rows(x + m * T * DI, t, ok, k, DI)
-    Q = _rows(q + m * T * DI, t, ok, k, DI)
-    _, _, _, Gr = _decays(retain + m * T, t, r, T, AFTER)
-    A = Gr * tl.dot(Q, tl.trans(X), input_precision=PREC)
-    A *= _tokens(rate + m * T, t, ok, 0.0)[None, :]
-    dY = _rows(dy + m * T * DO, t, ok, v, DO)
+    _, _, A = _scores(x, q, rate, retain, m, t, ok, k, r, T, DI, AFTER, PREC)
+    dY = load_rows(dy + m * T * DO, t, ok, v, DO)
     dE = tl.dot(tl.trans(A), dY, input_precision=PREC)
     tl.store(du + m * T * DO + t[:, None] * DO + v[None, :], dE, mask=ok[:, None])
 
@@ -208,7 +212,7 @@ def _recur_back(
         chunk = chunks - 1 - step
         t = chunk * C + r
         ok = t < T
-        X = _rows(x, t, ok, k, DI)
+        X = load_rows(x, t, ok, k, DI)
         tail, whole = _tails(retain, t, r, T)
         n = _tokens(rate, t, ok, 0.0)
         dE = (n * tail)[:, None] * tl.dot(X, dS, input_precision=PREC)
@@ -220,8 +224,8 @@ def _recur_back(
             gr = gm
             if AFTER:
                 gr = gm * _tokens(retain, t, ok, 1.0)
-            Q = _rows(q + m * T * DI, t, ok, k, DI)
-            dY = _rows(dy + m * T * DO, t, ok, v, DO)
+            Q = load_rows(q + m * T * DI, t, ok, k, DI)
+            dY = load_rows(dy + m * T * DO, t, ok, v, DO)
             dS += tl.dot(tl.trans(Q), gr[:, None] * dY, input_precision=PREC)
         if ERASE:
             J = tl.load(inverse + chunk * C * C + r[:, None] * C + r[None, :])
@@ -246,7 +250,7 @@ def _pairs_back(
     ok = t < T
     starts += (m * (tl.cdiv(T, C) + 1) + chunk) * DO * DI
     dstarts += (m * (tl.cdiv(T, C) + 1) + chunk + 1) * DO * DI
-    X = _rows(x + m * T * DI, t, ok, k, DI)
+    X = load_rows(x + m * T * DI, t, ok, k, DI)
     n = _tokens(rate + m * T, t, ok, 0.0)
     gm, Gm, gr, Gr = _decays(retain + m * T, t, r, T, AFTER)
     tail, _ = _tails(retain + m * T, t, r, T)
@@ -261,15 +265,15 @@ def _pairs_back(
         at = v[:, None] * DI + k[None, :]
         S = tl.load(starts + at)
         dS = tl.load(dstarts + at)
-        E = _rows(errors + m * T * DO, t, ok, v, DO)
+        E = load_rows(errors + m * T * DO, t, ok, v, DO)
         both += tl.sum(tl.sum(S * dS, 1), 0)
         last += tl.dot(E, dS, input_precision=PREC)
         if q is not None:
-            dY = _rows(dy + m * T * DO, t, ok, v, DO)
+            dY = load_rows(dy + m * T * DO, t, ok, v, DO)
             asked += tl.dot(dY, tl.trans(E), input_precision=PREC)
             dQ += tl.dot(dY, S, input_precision=PREC)
         if ERASE:
-            dR = _rows(du + m * T * DO, t, ok, v, DO)
+            dR = load_rows(du + m * T * DO, t, ok, v, DO)
             erased += tl.dot(dR, tl.trans(E), input_precision=PREC)
             dX -= tl.dot(dR, S, input_precision=PREC)
     ends = tl.sum(last * X, 1)  # E . dS' x
@@ -285,7 +289,7 @@ def _pairs_back(
         dX = gm[:, None] * dX - tl.dot(Z + tl.trans(Z), X, input_precision=PREC)
     dX += (n * tail)[:, None] * last
     if q is not None:
-        Q = _rows(q + m * T * DI, t, ok, k, DI)
+        Q = load_rows(q + m * T * DI, t, ok, k, DI)
         P = tl.dot(Q, tl.trans(X), input_precision=PREC) * asked
         dn += tl.sum(Gr * P, 0)
         P = tl.dot(P * n[None, :], tl.trans(Gm), input_precision=PREC)
@@ -317,26 +321,16 @@ def refusal(
 
 
 def scan_triton(
-    state: Any,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: Rule,
-    read: Read,
-    chunk: int,
-    momentum: Tensor | None,
-    recompute: bool,
-) -> tuple[Tensor | None, Any]:
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None,
+    **options: Unpack[Options],
+) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The scan by Triton kernels (Eq. 65, 88; gd: Eq. 5, 15, 64), once differentiable.
 
     Reads have the dtype of the queries, the state is float32. Widths that are no power of two are
     padded with zeros, which changes nothing. A `chunk` is at most 32 tokens on a GPU. Errors,
     inverses and the memories between chunks are kept for the backward pass, with `recompute` too.
     """
-    why = refusal(state, x, u, rate, retain, queries, momentum)
+    why = refusal(state, x, u, rate, retain, queries, options["momentum"])
     if why is not None:
         raise ValueError(f"backend 'triton' cannot run this scan: {why}; use backend='chunk'")
     lead, tokens = x.shape[:-2], x.shape[-2]
@@ -356,7 +350,8 @@ def scan_triton(
     gates = (gate.reshape(size, tokens) for gate in (rate, retain))
     reads, end, *_ = _scan(
         wide(state, outer, inner), wide(x, inner), wide(u, outer), *gates, asked,
-        rule == "dgd", read == "after", min(longest(), power(min(chunk, tokens))),
+        options["rule"] == "dgd", options["read"] == "after",
+        min(longest(), power(min(options["chunk"], tokens))),
     )  # fmt: skip
     end = end[:, :outer, :inner].reshape(*lead, outer, inner)
     if queries is None:
@@ -373,19 +368,14 @@ def _warps(inner: int, outer: int) -> int:
     return 8 if max(inner, outer) > 64 else 4
 
 
-@torch.library.custom_op("nestling::delta_triton", mutates_args=())
-def _scan(
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    erase: bool,
-    after: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "nestling::delta_triton",
+    mutates_args=(),
+    schema=f"({GIVEN}, {FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reads (empty without queries), the end state; errors, inverses and starts for backward."""
+    state, x, u, rate, retain, queries, erase, after, chunk = arguments
     (m, tokens, inner), outer = x.shape, u.shape[-1]
     chunks, block = triton.cdiv(tokens, chunk), _block(inner, outer)
     state, x, u, rate, retain = (part.contiguous() for part in (state, x, u, rate, retain))
@@ -412,17 +402,8 @@ def _scan(
 
 
 @_scan.register_fake
-def _(
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    erase: bool,
-    after: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _, x, u, _, _, queries, erase, _, chunk = given
     (m, tokens, inner), outer = x.shape, u.shape[-1]
     chunks = (tokens + chunk - 1) // chunk
     full = x.new_empty(0, dtype=torch.float32)
@@ -435,24 +416,15 @@ def _(
     )
 
 
-@torch.library.custom_op("nestling::delta_triton_backward", mutates_args=())
-def _scan_backward(
-    dreads: Tensor | None,
-    dend: Tensor | None,
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    errors: Tensor,
-    inverse: Tensor,
-    starts: Tensor,
-    erase: bool,
-    after: bool,
-    chunk: int,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "nestling::delta_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor? dreads, Tensor? dend, {GIVEN}, Tensor errors, Tensor inverse, Tensor starts,"
+    f" {FORM}) -> Tensor[]",
+)
+def _scan_backward(dreads: Tensor | None, dend: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Gradients of state, x, u, rate, retain and queries (empty without reads)."""
+    state, x, u, rate, retain, queries, errors, inverse, starts, erase, after, chunk = arguments
     (m, tokens, inner), outer = x.shape, u.shape[-1]
     chunks, block = triton.cdiv(tokens, chunk), _block(inner, outer)
     asked = None if dreads is None else queries
@@ -484,19 +456,9 @@ def _scan_backward(
 
 
 @_scan_backward.register_fake
-def _(
-    dreads: Tensor | None,
-    dend: Tensor | None,
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *_: Any,
-) -> list[Tensor]:
-    given = (state, x, u, rate, retain, x.new_empty(0) if queries is None else queries)
-    return [torch.empty_like(tensor) for tensor in given]
+def _(dreads: Tensor | None, dend: Tensor | None, *given: Any) -> list[Tensor]:
+    none = given[0].new_empty(0)
+    return [torch.empty_like(none if tensor is None else tensor) for tensor in given[:6]]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -509,16 +471,11 @@ def _backward(ctx: Any, dreads: Any, dend: Any, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     dreads = None if saved[5] is None else dreads
     grads = _scan_backward(dreads, dend, *saved, *ctx.options)
-    shown = [g if need else None for g, need in zip(grads, ctx.needs_input_grad[:6], strict=True)]
-    return (*shown, None, None, None)
+    return (*only_needed(grads, ctx.needs_input_grad[:6]), None, None, None)
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "the Triton scan is differentiable once; for second derivatives use"
-        " scan(..., backend='chunk_autograd') or backend='naive'"
-    )
-
-
-_scan.register_autograd(_backward, setup_context=_setup)
-_scan_backward.register_autograd(_refuse)
+differentiate_once(
+    _scan, _scan_backward, _setup, _backward,
+    "the Triton scan is differentiable once; for second derivatives use"
+    " scan(..., backend='chunk_autograd') or backend='naive'",
+)  # fmt: skip

@@ -44,7 +44,7 @@ __all__ = [
 EPS = 1e-6
 
 Kept = Mapping[str, Tensor]
-"""What the backward pass needs of a segment; `kept_shapes` has the names."""
+"""The tensors of a segment that the backward pass needs; `kept_shapes` has the names."""
 
 
 def kept_shapes(rule: SelfRule, b: int, size: int, d: int) -> dict[str, tuple[int, ...]]:
@@ -399,7 +399,7 @@ def one_clock(rule: SelfRule, position: int) -> bool:
 
 
 class Run(NamedTuple):
-    """What all S segments give. The last three are empty unless they are to be kept."""
+    """The results of all S segments. The last three are empty unless they are to be kept."""
 
     y: Tensor  # [b, T, d]
     stack: Tensor  # [b, N d, d]: after the last segment

@@ -18,7 +18,7 @@ __all__ = ["answer", "errors", "gates", "learn", "project", "recall", "scan_naiv
 
 
 def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
-    """What memory number `slot` says to `x` [b, d]: `W x`, or `x + W1 silu(W2 x)` (Eq. 89, 91).
+    """Ask memory number `slot` about `x` [b, d]: `W x`, or `x + W1 silu(W2 x)` (Eq. 89, 91).
 
     Reads are answers to q: Eq. 78, 80.
     """
@@ -29,7 +29,7 @@ def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
 
 
 def recall(weights: Weights, slot: int, x: Tensor, initial: Weights | None = None) -> Tensor:
-    """What is read from memory number `slot`: its answer (Eq. 83). Where the weights are
+    """Read memory number `slot`: its answer (Eq. 83). Where the weights are
     differences from `initial` without its skip path, which is the initial matrix, or the x of a
     2-layer memory (deviation 22)."""
     if initial is None or weights.second is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from nestling.norm import unit
 from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
 from nestling.scan.delta.op import scan_chunk
-from nestling.scan.opaque import opaque
+from nestling.scan.opaque import differentiate_once, only_needed, opaque
 from nestling.scan.self_modifying.kernel import (
     Run,
     cut,
@@ -34,7 +34,7 @@ __all__ = ["SELF_BACKENDS", "choose", "scan_operator", "scan_self_modifying"]
 
 
 SELF_BACKENDS = ("auto", "chunk", "triton")
-"""What `scan_self_modifying` can be asked for."""
+"""The back ends of `scan_self_modifying`."""
 
 
 def choose(backend: str, *, any_order: bool, refusal: str | None) -> str:
@@ -302,20 +302,15 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # (once: checkpointing unpacks no tensor twice)
     given, made = saved[: ctx.given], saved[ctx.given :]
     found = _scan_backward(*ctx.plain, *given, list(made), *grads[:3])
-    wanted = ctx.needs_input_grad[len(PLAIN) + 2 :]
-    shown = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return (*(None for _ in range(len(PLAIN) + 2)), *shown)
+    plain = len(PLAIN) + 2
+    return (*(None for _ in range(plain)), *only_needed(found, ctx.needs_input_grad[plain:]))
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "the self-modifying scan is differentiable once; second derivatives need an eager model"
-        " inside nestling.scan.any_order()"
-    )
-
-
-_scan.register_autograd(_backward, setup_context=_setup)
-_scan_backward.register_autograd(_refuse)
+differentiate_once(
+    _scan, _scan_backward, _setup, _backward,
+    "the self-modifying scan is differentiable once; second derivatives need an eager model"
+    " inside nestling.scan.any_order()",
+)  # fmt: skip
 
 
 def _segments_operator(

@@ -1,4 +1,4 @@
-"""What the self-modifying scan works on (Eq. 76-93): the rule, its gates, and the stacked memories.
+"""The self-modifying scan's arguments (Eq. 76-93): the rule, its gates, the stacked memories.
 
 Legend: b = sequences x heads, T tokens, C tokens of a segment, N memories, d head width,
 F hidden width of a 2-layer memory.
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is known before the scan: tokens, and the static parts of the projections.
+    """The inputs known before the scan: tokens, and the static parts of the projections.
 
     `k`, `v` and `q` are given where they are no memories; where they are, what is given is added to
     what the memory says. The gates are read out of `M_eta(x)` and `M_alpha(x)` by `readout`, or out

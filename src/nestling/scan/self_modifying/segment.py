@@ -156,19 +156,19 @@ def _end(layer: Layer, decay: Decay, momenta: Momenta | None) -> tuple[Tensor, T
 
 
 def _answers(weights: Weights, x: Tensor) -> Tensor:
-    """What every memory says to every token: [b, 1 or N, C, d] -> [b, N, C, d] (Eq. 89, 91)."""
+    """Ask every memory about every token: [b, 1 or N, C, d] -> [b, N, C, d] (Eq. 89, 91)."""
     z = x @ weights.first.mT
     return z if weights.second is None else x + silu(z) @ weights.second.mT
 
 
 def _answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
-    """What one memory says: [b, C, d] -> [b, C, d] (Eq. 89, 91)."""
+    """Ask one memory: [b, C, d] -> [b, C, d] (Eq. 89, 91)."""
     z = x @ weights.first[:, slot].mT
     return z if weights.second is None else x + silu(z) @ weights.second[:, slot].mT
 
 
 def recall(weights: Weights, initial: Weights | None, q: Tensor) -> Tensor:
-    """What the main memory is asked for, [b, C, d] (Eq. 83): its answer, but without the skip path
+    """Read the main memory, [b, C, d] (Eq. 83): its answer, but without the skip path
     where the weights are differences from `initial` (deviation 22)."""
     if initial is None or weights.second is None:
         return _answer(weights, 0, q)

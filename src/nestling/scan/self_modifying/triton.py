@@ -33,12 +33,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nestling.scan.opaque import differentiate_once, only_needed
 from nestling.scan.self_modifying.op import RULE, TENSORS
 from nestling.scan.self_modifying.rule import PLAIN, RETAIN_MIN, Inputs, SelfRule, Weights
 from nestling.scan.tiles import (
     DTYPES,
     LARGEST,
     flat,
+    load_rows,
     longest,
     power,
     precision,
@@ -49,13 +51,6 @@ from nestling.scan.tiles import (
 __all__ = ["refusal", "scan_triton"]
 
 EPS = tl.constexpr(1e-6)
-
-
-@triton.jit
-def _rows(pointer, t, ok, columns, WIDTH: tl.constexpr):
-    """Rows t and some columns of a row-major [T, WIDTH], in float32; zero where not ok."""
-    at = pointer + t[:, None] * WIDTH + columns[None, :]
-    return tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -95,15 +90,15 @@ def _project(
     x, given, t, ok, stack, home, at,
     D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """What a memory says to x, plus what is given, normalised: rows [C, D] and their scales."""
+    """Ask a memory about x, add the given rows, normalise: rows [C, D] and their scales."""
     o = tl.arange(0, D)
     raw = tl.zeros([C, D], tl.float32)
     for block in range(0, D, BK):
         k = block + tl.arange(0, BK)
-        X = _rows(x, t, ok, k, D)
+        X = load_rows(x, t, ok, k, D)
         raw += tl.dot(X, tl.trans(_start(stack, home, at, o, k, D)), input_precision=PREC)
     if given is not None:
-        raw += _rows(given, t, ok, o, D)
+        raw += load_rows(given, t, ok, o, D)
     scale = 1.0 / tl.sqrt(tl.sum(raw * raw, 1) + EPS)
     return raw * scale[:, None], scale
 
@@ -118,6 +113,24 @@ def _sight(readout, stack, home, at, D: tl.constexpr, BK: tl.constexpr):
         look = tl.load(readout + o).to(tl.float32)
         sight += tl.sum(look[:, None] * _start(stack, home, at, o, k, D), 0)
     return sight
+
+
+@triton.jit
+def _look_at(
+    x, given, offset, t, ok, stack, home, scales, out, AT: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """k, v or q of a segment: made by memory AT (with its scales), or as given; also into `out`."""
+    r, d = tl.arange(0, C), tl.arange(0, D)
+    if given is not None:
+        given += offset
+    if AT >= 0:
+        seen, scale = _project(x, given, t, ok, stack, home, AT * D * D, D, C, BK, PREC)
+        tl.store(scales + r, scale)
+    else:
+        seen = load_rows(given, t, ok, d, D)
+    _put(out, r, d, seen, D)
+    return seen
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -145,35 +158,18 @@ def _look(
     if home is not None:
         home += b * N * D * D
     # k, v, q
-    given = ks
-    if ks is not None:
-        given = ks + b * T * D
-    if K_AT >= 0:
-        K, scale = _project(x, given, t, ok, stack, home, K_AT * D * D, D, C, BK, PREC)
-        tl.store(numbers + 5 * C + r, scale)
-    else:
-        K = _rows(given, t, ok, d, D)
-    _put(keys + row * C * D, r, d, K, D)
-    given = vs
-    if vs is not None:
-        given = vs + b * T * D
-    if V_AT >= 0:
-        V, scale = _project(x, given, t, ok, stack, home, V_AT * D * D, D, C, BK, PREC)
-        tl.store(numbers + 6 * C + r, scale)
-    else:
-        V = _rows(given, t, ok, d, D)
-    _put(values + row * C * D, r, d, V, D)
-    given = qs
-    if qs is not None:
-        given = qs + b * T * D
-    if Q_AT >= 0:
-        Q, scale = _project(x, given, t, ok, stack, home, Q_AT * D * D, D, C, BK, PREC)
-        tl.store(numbers + 7 * C + r, scale)
-    else:
-        Q = _rows(given, t, ok, d, D)
-    _put(queries + row * C * D, r, d, Q, D)
+    tape = row * C * D
+    K = _look_at(
+        x, ks, b * T * D, t, ok, stack, home, numbers + 5 * C, keys + tape, K_AT, D, C, BK, PREC
+    )
+    _look_at(
+        x, vs, b * T * D, t, ok, stack, home, numbers + 6 * C, values + tape, V_AT, D, C, BK, PREC
+    )
+    _look_at(
+        x, qs, b * T * D, t, ok, stack, home, numbers + 7 * C, queries + tape, Q_AT, D, C, BK, PREC
+    )
     # gates
-    X = _rows(x, t, ok, d, D)
+    X = load_rows(x, t, ok, d, D)
     readout += b * 2 * D
     if ETA_AT >= 0:
         sight = _sight(readout, stack, home, ETA_AT * D * D, D, BK)
@@ -386,8 +382,8 @@ def _learn_back(
         if n == 0:
             t = tl.load(plan) + r
             ok = t < tl.load(plan + 1)
-            dY = _rows(dy + b * T * D, t, ok, o, D)
-            moving = tl.sum(dY * _rows(y + b * T * D, t, ok, o, D), 1)
+            dY = load_rows(dy + b * T * D, t, ok, o, D)
+            moving = tl.sum(dY * load_rows(y + b * T * D, t, ok, o, D), 1)
             Q = _tile(queries + row * C * D, r, d, D)
             alike = gap * tl.dot(Q, tl.trans(K), input_precision=PREC)
             dW += tl.dot(tl.trans(alike), dY, input_precision=PREC)
@@ -476,7 +472,7 @@ def _errors_back(
     if READ_START:
         if n == 0:
             t = tl.load(plan) + r
-            dY = _rows(dy + b * T * D, t, t < tl.load(plan + 1), o, D)
+            dY = load_rows(dy + b * T * D, t, t < tl.load(plan + 1), o, D)
             Q = _tile(queries + row * C * D, r, d, D)
             dQ = tl.dot(dY, _tile(begun, o, d, D), input_precision=PREC)
             _put(dqs + (b * (D // BO) + tl.program_id(1)) * C * D, r, d, dQ, D)
@@ -607,7 +603,7 @@ def _look_back(
         made = draw_eta[:, None] * tl.load(readout + o).to(tl.float32)[None, :]
     if n == ALPHA_AT:
         made = draw_alpha[:, None] * tl.load(readout + D + o).to(tl.float32)[None, :]
-    X = _rows(x + b * T * D, t, ok, d, D)
+    X = load_rows(x + b * T * D, t, ok, d, D)
     more = tl.dot(tl.trans(made), X, input_precision=PREC)
     here = (b * N + n) * D * D
     dB = _tile(dbegun + here, o, d, D) + more
@@ -627,7 +623,7 @@ def _gather_one(
     d = tl.arange(0, D)
     for block in range(0, D, BK):
         o = block + tl.arange(0, BK)
-        G = _rows(grad, t, ok, o, D)
+        G = load_rows(grad, t, ok, o, D)
         dX += tl.dot(G, _start(stack, home, at, o, d, D), input_precision=PREC)
     return dX
 
@@ -673,7 +669,7 @@ def _gather(
     dreadouts += (segment * B + b) * 2 * D
     if home is not None:
         home += b * N * D * D
-    X = _rows(x + b * T * D, t, ok, d, D)
+    X = load_rows(x + b * T * D, t, ok, d, D)
     dX = tl.zeros([C, D], tl.float32)
     dX = _gather_gate(dX, X, draw, readout, dreadouts, t, ok, stack, home, ETA_AT, D, BK)
     dX = _gather_gate(
@@ -740,7 +736,7 @@ def _cut(rule: SelfRule, position: int, total: int, tile: int) -> Plan:
 
 
 class _Setting(NamedTuple):
-    """What a rule and its inputs decide at compile time, for each kernel."""
+    """The settings each kernel is compiled with, from a rule and its inputs."""
 
     look: dict[str, Any]
     learn: dict[str, Any]
@@ -778,7 +774,7 @@ def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
 
 
 class _Tape(NamedTuple):
-    """What some segments computed, [G, b, ...]; `written`, `own`, `u` and `scales` [G, b, N, ...]
+    """Results of some segments, [G, b, ...]; `written`, `own`, `u` and `scales` [G, b, N, ...]
     only for the backward pass."""
 
     keys: Tensor
@@ -1071,20 +1067,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     found = _scan_backward(*ctx.plain, *ctx.saved_tensors, *grads[:3])
-    wanted = ctx.needs_input_grad[len(PLAIN) + 3 :]
-    shown = [grad if want else None for grad, want in zip(found, wanted, strict=True)]
-    return (*(None for _ in range(len(PLAIN) + 3)), *shown)
+    plain = len(PLAIN) + 3
+    return (*(None for _ in range(plain)), *only_needed(found, ctx.needs_input_grad[plain:]))
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(
-        "the Triton self-modifying scan is differentiable once; second derivatives need an eager"
-        " model inside nestling.scan.any_order()"
-    )
-
-
-_scan.register_autograd(_backward, setup_context=_setup)
-_scan_backward.register_autograd(_refuse)
+differentiate_once(
+    _scan, _scan_backward, _setup, _backward,
+    "the Triton self-modifying scan is differentiable once; second derivatives need an eager"
+    " model inside nestling.scan.any_order()",
+)  # fmt: skip
 
 
 def refusal(inputs: Inputs, weights: Weights, position: int | Tensor) -> str | None:
