@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nestling.optim.shell import Group, RuleOptimizer, check_decays
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, common
 from nestling.rules import Rule, chain
 
 __all__ = ["Composed", "compose"]
@@ -30,16 +30,8 @@ class Composed(RuleOptimizer):
         if not isinstance(rule, Rule):
             raise TypeError(f"rule must be a nestling.rules.Rule, got {type(rule).__name__}")
         self._rule = rule
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
-        }
-        super().__init__(params, defaults)
+        rest = common(weight_decay, maximize, foreach, master_weights, compile)
+        super().__init__(params, {"lr": lr, "momentum": momentum, **rest})
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nestling.optim.batch import Item
-from nestling.optim.inputs import Capture
+from nestling.optim.inputs import Capture, require_capture
 from nestling.optim.sharded import is_sharded
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, require
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, common, require
 from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.dgd import dgd_factors
@@ -49,19 +49,13 @@ class DGD(RuleOptimizer):
         master_weights: bool = False,
         compile: bool = False,
     ) -> None:
-        if not isinstance(inputs, Capture):
-            raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
-        self.inputs = inputs
+        self.inputs = require_capture(inputs)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "mean": mean,
             "erase": erase,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 
@@ -164,11 +158,7 @@ class DeltaMomentum(RuleOptimizer):
             "momentum": momentum,
             "rate": rate,
             "literal": literal,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 
@@ -213,11 +203,7 @@ class DeepMomentum(RuleOptimizer):
             "momentum": momentum,
             "rate": rate,
             "gain": gain,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nestling.rules import Pairs
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "require_capture"]
 
 
 class Capture:
@@ -148,3 +148,10 @@ def _rows(x: Tensor) -> Tensor:
 @cache
 def _probe(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+
+
+def require_capture(inputs: object) -> Capture:
+    """Refuse what is not `capture(model)`."""
+    if not isinstance(inputs, Capture):
+        raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
+    return inputs

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nestling.levels import Level
 from nestling.optim.delta import DGD
-from nestling.optim.shell import RuleOptimizer
+from nestling.optim.shell import RuleOptimizer, loss_of
 
 __all__ = ["NestedOptimizer"]
 
@@ -76,10 +76,7 @@ class NestedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collect this step's gradients and step every level that is due."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         position = self.position + 1
         for group in self.param_groups:
             group["position"] = position

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nestling.optim.labels import label
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, require
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, common, require
 from nestling.rules import Rule, adamuon, multiscale, multiscale_literal, muon
 from nestling.rules.adam import adam
 
@@ -28,6 +28,25 @@ class Kind(NamedTuple):
 
     hidden: bool
     vector: bool
+
+
+def matrices(
+    steps: int,
+    eps: float,
+    precision: torch.dtype | None,
+    orthogonal: bool | None,
+    adam_lr: float | None,
+    adam_betas: Betas,
+) -> dict[str, Any]:
+    """The settings of Newton-Schulz, of who is orthogonalised, and of AdamW for the rest."""
+    return {
+        "steps": steps,
+        "eps": eps,
+        "precision": precision,
+        "orthogonal": orthogonal,
+        "adam_lr": adam_lr,
+        "adam_betas": adam_betas,
+    }
 
 
 class OrthogonalOptimizer(RuleOptimizer):
@@ -150,17 +169,8 @@ class M3(OrthogonalOptimizer):
             "slow_weight": slow_weight,
             "chunk": chunk,
             "literal": literal,
-            "steps": steps,
-            "eps": eps,
-            "precision": precision,
-            "orthogonal": orthogonal,
-            "adam_lr": adam_lr,
-            "adam_betas": adam_betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **matrices(steps, eps, precision, orthogonal, adam_lr, adam_betas),
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 
@@ -221,17 +231,8 @@ class Muon(OrthogonalOptimizer):
             "momentum": momentum,
             "nesterov": nesterov,
             "scale": scale,
-            "steps": steps,
-            "eps": eps,
-            "precision": precision,
-            "orthogonal": orthogonal,
-            "adam_lr": adam_lr,
-            "adam_betas": adam_betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **matrices(steps, eps, precision, orthogonal, adam_lr, adam_betas),
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 
@@ -278,17 +279,8 @@ class AdaMuon(OrthogonalOptimizer):
             "lr": lr,
             "betas": betas,
             "nesterov": nesterov,
-            "steps": steps,
-            "eps": eps,
-            "precision": precision,
-            "orthogonal": orthogonal,
-            "adam_lr": adam_lr,
-            "adam_betas": adam_betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "master_weights": master_weights,
-            "compile": compile,
+            **matrices(steps, eps, precision, orthogonal, adam_lr, adam_betas),
+            **common(weight_decay, maximize, foreach, master_weights, compile),
         }
         super().__init__(params, defaults)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nestling.levels import due
-from nestling.optim.inputs import Capture
-from nestling.optim.shell import ExactState, check_rate, require
+from nestling.optim.inputs import Capture, require_capture
+from nestling.optim.shell import ExactState, check_rate, loss_of, require
 from nestling.rules.retaining import retain_inputs, retaining
 
 __all__ = ["Retaining"]
@@ -38,9 +38,7 @@ class Retaining(ExactState):
         chunk: int = 1,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        if not isinstance(inputs, Capture):
-            raise TypeError(f"inputs must be capture(model), got {type(inputs).__name__}")
-        self.inputs = inputs
+        self.inputs = require_capture(inputs)
         defaults = {"lr": lr, "keep": keep, "chunk": chunk, "dtype": dtype, "position": 0}
         super().__init__(params, defaults)
 
@@ -67,10 +65,7 @@ class Retaining(ExactState):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collect this step; move and retain where a chunk is full."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             group["position"] += 1
             if group["lr"] == 0:

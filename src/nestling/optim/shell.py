@@ -23,7 +23,16 @@ from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_
 from nestling.rules import Gates, Rule, accumulate
 from nestling.tree import tree_dict
 
-__all__ = ["ExactState", "Group", "RuleOptimizer", "check_decays", "check_rate", "require"]
+__all__ = [
+    "ExactState",
+    "Group",
+    "RuleOptimizer",
+    "check_decays",
+    "check_rate",
+    "common",
+    "loss_of",
+    "require",
+]
 
 Group = Mapping[str, Any]
 UNCOMPILED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
@@ -40,6 +49,31 @@ def require(name: str, value: Any, allowed: bool, what: str) -> None:
 def check_decays(name: str, values: Iterable[float]) -> None:
     """Refuse decays of moving averages outside [0, 1)."""
     require(name, values, all(0.0 <= value < 1.0 for value in values), "in [0, 1)")
+
+
+def common(
+    weight_decay: float,
+    maximize: bool,
+    foreach: bool | None,
+    master_weights: bool,
+    compile: bool,
+) -> dict[str, Any]:
+    """The settings that every optimizer over rules has beside `lr`; see `RuleOptimizer`."""
+    return {
+        "weight_decay": weight_decay,
+        "maximize": maximize,
+        "foreach": foreach,
+        "master_weights": master_weights,
+        "compile": compile,
+    }
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Call what `step` was given, with gradients; None without it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def check_rate(lr: float | Tensor) -> None:
@@ -155,10 +189,7 @@ class RuleOptimizer(ExactState, ABC):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for kind, members in self._kinds(group).items():
                 self._step_members(group, kind, members)
