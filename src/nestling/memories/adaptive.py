@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from nestling.memories.core import (
+    Device,
+    Dtype,
     Memory,
     advance,
     at_start,
     merge_heads,
+    place,
     split_heads,
     state_dtype,
 )
@@ -59,16 +62,10 @@ class AdaptiveMLP(Memory):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         nn.init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
 
-    def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> AdaptiveState:
+    def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> AdaptiveState:
         """The meta-learned `M_0` for every sequence."""
-        device = self.weight.device if device is None else torch.device(device)
-        weight = self.weight.to(device, state_dtype(dtype or self.weight.dtype))
+        device, dtype = place(self.weight, device, dtype)
+        weight = self.weight.to(device, state_dtype(dtype))
         position = at_start(batch_size, device)
         return AdaptiveState(position, state_start(weight, batch_size))
 

@@ -15,11 +15,14 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nestling.memories.core import (
     CausalConv,
+    Device,
+    Dtype,
     Memory,
     advance,
     at_start,
     check_sizes,
     merge_heads,
+    place,
     split_heads,
     unknown,
     whole_number,
@@ -90,15 +93,10 @@ class Attention(Memory):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> AttentionState:
         """An empty cache (of constant size with a window)."""
-        device = self.out.weight.device if device is None else torch.device(device)
-        dtype = self.out.weight.dtype if dtype is None else dtype
+        device, dtype = place(self.out.weight, device, dtype)
         size = 0 if self.config.window is None else self.config.window - 1
         shape = (batch_size, self.config.heads, size, self.width // self.config.heads)
         empty = torch.zeros(shape, device=device, dtype=dtype)

@@ -49,6 +49,8 @@ from nestling.norm import rms_norm
 
 __all__ = [
     "CausalConv",
+    "Device",
+    "Dtype",
     "Memory",
     "Opened",
     "Packed",
@@ -59,12 +61,18 @@ __all__ = [
     "make_shell",
     "merge_heads",
     "pack",
+    "place",
     "same_position",
     "split_heads",
     "state_dtype",
     "unknown",
     "whole_number",
 ]
+
+
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+"""Where a state lies and what it is made of; None is as the module's parameters are."""
 
 
 class Packed(NamedTuple):
@@ -143,6 +151,12 @@ def _known(position: Tensor, shared: int | None) -> Tensor:
     return position
 
 
+def place(like: Tensor, device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of a new state: as asked for, else those of a parameter."""
+    device = like.device if device is None else torch.device(device)
+    return device, like.dtype if dtype is None else dtype
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Fast weights are kept in float32 at least."""
     return torch.promote_types(dtype, torch.float32)
@@ -154,13 +168,7 @@ class Memory(nn.Module, abc.ABC):
     width: int
 
     @abc.abstractmethod
-    def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
+    def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> Any:
         """The state before the first token. Device and dtype default to the parameters'."""
 
     @abc.abstractmethod

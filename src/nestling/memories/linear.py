@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from nestling.memories.core import (
+    Device,
+    Dtype,
     Memory,
     Opened,
     advance,
     at_start,
     check_sizes,
     make_shell,
+    place,
     state_dtype,
     whole_number,
 )
@@ -38,6 +41,7 @@ __all__ = [
     "LinearConfig",
     "LinearMemory",
     "LinearState",
+    "MatrixMemory",
     "RetentionConfig",
 ]
 
@@ -165,8 +169,8 @@ class Gates(nn.Module):
         return rate, retain
 
 
-class LinearMemory(Memory):
-    """A matrix memory per head with static projections (Eq. 5, 14-18, 64-65)."""
+class MatrixMemory(Memory):
+    """A trained matrix per head, the shell around it and the gates: `LinearMemory` and `Omega`."""
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__()
@@ -179,22 +183,27 @@ class LinearMemory(Memory):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LinearState:
+    def begin(self, batch_size: int, device: Device, dtype: Dtype) -> LinearState:
         """The trained initial memory (zero at first) for every sequence."""
-        device = self.weight.device if device is None else torch.device(device)
-        dtype = self.weight.dtype if dtype is None else dtype
-        weight = self.weight.to(device, state_dtype(dtype))
+        device, dtype = place(self.weight, device, dtype)
         return LinearState(
             at_start(batch_size, device),
             self.shell.init(batch_size, device, dtype),
-            state_start(weight, batch_size),
+            state_start(self.weight.to(device, state_dtype(dtype)), batch_size),
         )
+
+    def read(self, x: Tensor, state: Any) -> Tensor:
+        """`M q` for each token, at the memory as it stands."""
+        opened: Opened = self.shell.ask(x, state.tail)
+        return self.shell.close(unit(opened.parts[0]) @ state.weight.mT, opened.gate)
+
+
+class LinearMemory(MatrixMemory):
+    """A matrix memory per head with static projections (Eq. 5, 14-18, 64-65)."""
+
+    def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> LinearState:
+        """The trained initial memory (zero at first) for every sequence."""
+        return self.begin(batch_size, device, dtype)
 
     def run(
         self, x: Tensor, state: LinearState, valid: Tensor | None, position: int | None
@@ -206,8 +215,3 @@ class LinearMemory(Memory):
         y, weight = self.config.scan(state.weight, unit(k), v, unit(q), rate, retain)
         after = advance(state.position, x, valid)
         return self.shell.close(y, opened.gate), LinearState(after, opened.tail, weight)
-
-    def read(self, x: Tensor, state: LinearState) -> Tensor:
-        """`M q` for each token, at the memory as it stands."""
-        opened: Opened = self.shell.ask(x, state.tail)
-        return self.shell.close(unit(opened.parts[0]) @ state.weight.mT, opened.gate)

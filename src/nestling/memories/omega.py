@@ -6,21 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from nestling.memories.core import (
-    Memory,
-    advance,
-    at_start,
-    make_shell,
-    state_dtype,
-    whole_number,
-)
-from nestling.memories.linear import Gates, LinearConfig
+from nestling.memories.core import Device, Dtype, advance, whole_number
+from nestling.memories.linear import LinearConfig, MatrixMemory
 from nestling.norm import unit
 from nestling.scan.delta.chunk import products
-from nestling.tree import state_start
 
 __all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
 
@@ -82,41 +74,17 @@ def omega_scan(
     return torch.cat(reads, -2), weight
 
 
-class Omega(Memory):
+class Omega(MatrixMemory):
     """A matrix memory per head that learns by the Omega rule (Eq. 68) with retention."""
 
-    def __init__(self, config: OmegaConfig) -> None:
-        super().__init__()
-        self.config, self.width = config, config.width
-        size = config.width // config.heads
-        self.shell = make_shell(config, 3)
-        self.gates = Gates(config)
-        self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
+    config: OmegaConfig
 
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-    def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> OmegaState:
+    def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> OmegaState:
         """The trained initial memory (zero at first) and an empty window for every sequence."""
-        device = self.weight.device if device is None else torch.device(device)
-        dtype = self.weight.dtype if dtype is None else dtype
-        weight = self.weight.to(device, state_dtype(dtype))
-        heads, size = weight.shape[:2]
-        pairs = weight.new_zeros(batch_size, heads, self.config.window - 1, size)
-        return OmegaState(
-            at_start(batch_size, device),
-            self.shell.init(batch_size, device, dtype),
-            state_start(weight, batch_size),
-            pairs,
-            pairs.clone(),
-            pairs[..., 0].clone(),
-        )
+        begun = self.begin(batch_size, device, dtype)
+        _, heads, _, size = begun.weight.shape
+        pairs = begun.weight.new_zeros(batch_size, heads, self.config.window - 1, size)
+        return OmegaState(*begun, pairs, pairs.clone(), pairs[..., 0].clone())
 
     def run(
         self, x: Tensor, state: OmegaState, valid: Tensor | None, position: int | None
@@ -159,8 +127,3 @@ class Omega(Memory):
             rates.gather(2, pick),
         )
         return self.shell.close(y, opened.gate), after
-
-    def read(self, x: Tensor, state: OmegaState) -> Tensor:
-        """`M q` for each token, at the memory as it stands."""
-        opened = self.shell.ask(x, state.tail)
-        return self.shell.close(unit(opened.parts[0]) @ state.weight.mT, opened.gate)

@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from nestling.memories.core import (
+    Device,
+    Dtype,
     Memory,
     Opened,
     advance,
     at_start,
     check_sizes,
     make_shell,
+    place,
     whole_number,
 )
 from nestling.memories.self_modifying import (
@@ -139,16 +142,11 @@ class Titans(Memory):
                 self.first.mul_(math.sqrt(self.first.shape[-1]))
 
     def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> SelfModifyingState:
         """The trained initial memory for every sequence, position 0: both layers, or the one that
         learns."""
-        device = self.first.device if device is None else torch.device(device)
-        dtype = self.first.dtype if dtype is None else dtype
+        device, dtype = place(self.first, device, dtype)
         first: Tensor = self.second if self.config.features else self.first
         second = None if self.config.features else self.second
         weights, start = start_weights(
@@ -178,7 +176,7 @@ class Titans(Memory):
         return y, SelfModifyingState(after, opened.tail, *ends)
 
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
-        """What the memory says to each token now (Eq. 78)."""
+        """Ask the memory as it stands about each token (Eq. 78)."""
         opened = self.shell.ask(x, state.tail)
         q = unit(opened.parts[3])
         if self.config.features:
@@ -195,7 +193,7 @@ class Titans(Memory):
         return torch.stack(rows).clamp_min(largest_row(self.rule, self.config.momentum, False))
 
     def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
-        """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
+        """The scan's inputs, from the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         batch = opened.x.shape[0]
         x, *rest = (part.flatten(0, 1) for part in opened.parts)
         k, v, q = (unit(part) for part in rest)
