@@ -23,7 +23,7 @@ import gc
 import io
 import os
 import random
-import signal
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from types import CodeType, FunctionType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 90  # a wrong version that runs longer does not end: it counts as crashed
+SECONDS = 90  # of processor time: a wrong version that takes more counts as crashed
 CAUGHT, CRASHED, SURVIVED, UNTOUCHED = "caught", "crashed", "survived", "not reached"
 
 
@@ -174,7 +174,7 @@ def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
     child = os.fork()
     if child == 0:
         gc.disable()
-        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         quiet = io.StringIO()
         with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
             code = _run(mutant, tests)

@@ -224,7 +224,7 @@ def _sample(arm: Arm) -> str:
 
 
 def _worth(model: Any, ids: Any, all_learn: Any) -> dict[str, float]:
-    """What each level is worth: the loss without its learning, less the loss with all."""
+    """The worth of each level: the loss without its learning, less the loss with all."""
     names = _names(model)
     found = {}
     for name in names:

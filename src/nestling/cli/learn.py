@@ -273,23 +273,9 @@ class _Bar:
 
     def __enter__(self) -> Any:
         if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
+            from nestling.train.progress import terminal_bar
 
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
+            self.bar = terminal_bar()
             self.bar.start()
             self.task = self.bar.add_task(self.name, total=self.total, note="")
         return self.show

@@ -307,7 +307,7 @@ class Reading:
             NOW.reading, self._before = self._before, None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What a layer that asks answers: with its fast weights, if its weight is a slot."""
+        """Answer for a layer that asks: with its fast weights, if its weight is a slot."""
         number = self.numbers.get(id(weight))
         if number is None:
             return functional.linear(x, weight, bias)

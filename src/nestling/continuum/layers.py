@@ -62,7 +62,7 @@ def scaled_normal_(weight: Tensor, fan_in: int) -> None:
 
 
 class _Now(threading.local):
-    """What this thread reads with: a `nestling.continuum.fast.Reading`, or None."""
+    """The `nestling.continuum.fast.Reading` that is active in this thread, or None."""
 
     reading: Any = None
 

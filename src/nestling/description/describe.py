@@ -149,7 +149,7 @@ def _weights(
 
 
 def _context(steps: bool, pace: str | None) -> str:
-    """What weights learn from; a level of a continuum memory also says the pace it declares."""
+    """The data weights learn from, and the pace that a level of a continuum memory declares."""
     parts = ["training batches"] if steps else []
     return "; ".join(parts + ([f"declared: {pace}"] if pace else []))
 

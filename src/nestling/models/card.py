@@ -11,7 +11,7 @@ from nestling.models.tokenizer import BYTE_VOCABULARY
 __all__ = ["GENERATED", "model_card"]
 
 GENERATED = "has been automatically generated"
-"""What the card says that transformers makes for a new repository on the hub."""
+"""The text of the card that transformers makes for a new repository on the hub."""
 
 _TITLES = {
     "hope": "Hope",

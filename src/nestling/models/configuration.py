@@ -40,7 +40,7 @@ _LEVELS = (("fast", 512), ("middle", 2048), ("slow", 8192), ("slowest", 32768))
 
 @strict
 class NestlingConfig(PreTrainedConfig):
-    """What a model is made of: a mixer and a channel memory per layer, and their sizes.
+    """The parts of a model: a mixer and a channel memory per layer, and their sizes.
 
     mixer: the sequence memory, one name for all layers or one per layer (hybrids); `MIXERS` lists
         them: "self_modifying", "attention", "titans", "deltanet", ...
@@ -191,7 +191,7 @@ class NestlingConfig(PreTrainedConfig):
         )
 
     def mixer_spec(self, layer: int) -> MixerSpec:
-        """What the mixer of one layer is made of."""
+        """The parts and sizes of one layer's mixer."""
         name = self._of_layer("mixer", layer)
         if name not in MIXERS and name in ("hope", "hope_attention", "transformer"):
             raise ValueError(
@@ -207,7 +207,7 @@ class NestlingConfig(PreTrainedConfig):
         )
 
     def channel_spec(self, layer: int) -> ChannelSpec:
-        """What the channel memory of one layer is made of."""
+        """The parts and sizes of one layer's channel memory."""
         name = self._of_layer("channel", layer)
         _one_of("channel", name, CHANNELS)
         return ChannelSpec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nestling.continuum import MemoryLevel
 from nestling.description import Description, Timeline
@@ -13,6 +13,8 @@ from nestling.report.page import Page
 from nestling.report.plots import Line, lines
 
 __all__ = ["Marked", "Story", "Trained", "tell"]
+
+WHERE = "position in the document (bytes)"
 
 
 class Trained(NamedTuple):
@@ -107,12 +109,7 @@ def _reading(page: Page, story: Story) -> None:
         " levels learn, too; its attention sees a window."
     )
     page.figure(
-        lines(
-            [Line(name, *_xy(points)) for name, points in story.positions.items()],
-            x="position in the document (bytes)",
-            y="loss (nats per byte)",
-            log_x=True,
-        ),
+        _curves(story.positions, x=WHERE, y="loss (nats per byte)", log_x=True),
         "Loss against position, mean over the documents. Lower is better; a falling line is"
         " learning from the document itself.",
     )
@@ -144,12 +141,7 @@ def _forgetting(page: Page, story: Story) -> None:
         " memory forgets by being overwritten; a slow level is overwritten last."
     )
     page.figure(
-        lines(
-            [Line(name, *_xy(points)) for name, points in story.kept.items()],
-            x="bytes of other text in between",
-            y="nats saved per byte",
-            level=0.0,
-        ),
+        _curves(story.kept, x="bytes of other text in between", y="nats saved per byte", level=0.0),
         "What the first two thirds are still worth. Higher is better.",
     )
 
@@ -161,11 +153,7 @@ def _levels(page: Page, story: Story) -> None:
         " descent on the next byte. A fast level changes often and a little, a slow one seldom."
     )
     page.figure(
-        lines(
-            [Line(name, *_xy(points)) for name, points in story.distances.items()],
-            x="position in the document (bytes)",
-            y="distance from where it began",
-        ),
+        _curves(story.distances, x=WHERE, y="distance from where it began"),
         "How far each level has gone from its trained starting point: every step is an update.",
     )
     counts = {name: (len(points) - 2) // 2 for name, points in story.distances.items()}
@@ -213,6 +201,11 @@ def _samples(page: Page, story: Story) -> None:
     for name, text in story.samples.items():
         page.text(f"{name}:")
         page.code(text)
+
+
+def _curves(points: Mapping[str, Sequence[tuple[float, float]]], **axes: Any) -> str:
+    """A picture with one line for each name."""
+    return lines([Line(name, *_xy(some)) for name, some in points.items()], **axes)
 
 
 def _xy(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

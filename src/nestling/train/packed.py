@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -155,23 +156,20 @@ def prepare(
         _sweep(cache)
         with locked(cache, name=f".{folder.name}.lock", wait=_PATIENCE):
             if not (folder / "packed.json").exists():  # nobody made it meanwhile
-                _make(cache, folder, corpora, encoder, workers, progress)
+                build = partial(
+                    _build, corpora=corpora, encoder=encoder, workers=workers, progress=progress
+                )
+                _make(cache, folder, build)
     return PackedCorpus.open(folder, verify=verify)
 
 
-def _make(
-    cache: Path,
-    folder: Path,
-    corpora: Sequence[Corpus],
-    encoder: Encoder,
-    workers: int,
-    progress: Callable[[int, int], None] | None,
-) -> None:
+def _make(cache: Path, folder: Path, build: Callable[[Path], None]) -> None:
+    """Build a folder beside its place and rename it, so that it is there whole or not at all."""
     building = cache / f".{folder.name}.building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
-        _build(building, corpora, encoder, workers, progress)
+        build(building)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(building, folder)
         sync_folder(cache)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-__all__ = ["Progress", "preparing"]
+__all__ = ["Progress", "preparing", "terminal_bar"]
 
 
 class Progress:
@@ -42,7 +42,7 @@ class Progress:
         if self._board is not None:
             self._stack.callback(self._board.close)
         if self.out.isatty():
-            self._bar = self._stack.enter_context(_bar())
+            self._bar = self._stack.enter_context(terminal_bar())
             self._task = self._bar.add_task("train", total=self.steps, note="")
         return self
 
@@ -95,7 +95,8 @@ class Progress:
             print(line, file=self.out, flush=True)
 
 
-def _bar() -> Any:
+def terminal_bar() -> Any:
+    """A bar of rich's: a name, how much is done, the task's field `note`, the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
