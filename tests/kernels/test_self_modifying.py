@@ -151,7 +151,7 @@ def test_what_it_refuses() -> None:
         scan_self_modifying(rule, double, weights, start, 0, **asked)
     with pytest.raises(ValueError, match=r"once; inside any_order\(\) use 'chunk'"), any_order():
         scan_self_modifying(rule, inputs, weights, start, 0, **asked)
-    with pytest.raises(ValueError, match="backend must be one of 'auto', 'chunk', 'triton'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, chunk, triton"):
         SelfModifyingConfig(width=16, heads=1, backend="cuda")
 
 

@@ -28,8 +28,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"queries": GOOD["u"]}, ValueError, r"queries must have shape \[..., T, Di\]"),
     ({"state": GOOD["state"][:1]}, ValueError, "state must have shape"),
     ({"state": [1.0]}, TypeError, "state must be a tensor; got list"),
-    ({"rule": "adam"}, ValueError, "rule must be one of 'dgd', 'gd'; got 'adam'"),
-    ({"read": "during"}, ValueError, "read must be one of 'after', 'before'; got 'during'"),
+    ({"rule": "adam"}, ValueError, "rule must be one of dgd, gd; got 'adam'"),
+    ({"read": "during"}, ValueError, "read must be one of after, before; got 'during'"),
     ({"chunk": 0}, ValueError, "chunk must be at least 1; got 0"),
     ({"chunk": 2.0}, TypeError, "chunk must be a whole number"),
     ({"momentum": GOOD["rate"]}, TypeError, "state must be a MomentumState"),
@@ -54,7 +54,7 @@ def test_wrong_momentum() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend must be 'auto' or one of 'naive', 'chunk'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, naive, chunk"):
         scan(**GOOD, backend="cuda")
 
 

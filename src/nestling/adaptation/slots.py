@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from nestling.checks import one_of
 from nestling.continuum import Part, Slot
 from nestling.continuum.assignment import own_slots
 
@@ -158,8 +159,7 @@ def assign_levels(
     """
     if assign == "own":
         return own_slots(model)
-    if assign not in ASSIGNMENTS:
-        raise ValueError(f"assign must be one of {', '.join(ASSIGNMENTS)}; got {assign!r}")
+    one_of("assign", assign, ASSIGNMENTS)
     matrices = mlp_matrices(model, layers, closing=closing)
     chosen = sorted({matrix.layer for matrix in matrices}, reverse=True)
     if assign == "layers" and len(chosen) < levels:

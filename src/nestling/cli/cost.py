@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from nestling.checks import one_of
 from nestling.cli import Parser
 
 __all__ = ["parser", "run"]
+
+_PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
 
 _EXAMPLES = """examples:
   nestling cost hope_760m --tokens 30e9 --gpus 8
@@ -24,7 +27,7 @@ def parser() -> Parser:
         description="Operations, bytes and communication of a training run on GPUs.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("preset", help="tiny, small, base, hope_760m, hope_1b3")
+    made.add_argument("preset", help=", ".join(_PRESETS))
     made.add_argument("--mixer", default="hope", help="hope, transformer, titans, ...")
     made.add_argument("--tokens", type=float, default=30e9, help="tokens to train on (30e9)")
     made.add_argument("--gpus", type=int, default=8)
@@ -40,16 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.models import presets
     from nestling.train.cost import cost
 
-    make = getattr(presets, arguments.preset, None)
-    if arguments.preset not in ("tiny", "small", "base", "hope_760m", "hope_1b3") or make is None:
-        raise ValueError(
-            f"unknown preset {arguments.preset!r}; known: tiny, small, base, hope_760m, hope_1b3"
-        )
-    if arguments.mixer not in presets.MODELS:
-        known = ", ".join(presets.MODELS)
-        raise ValueError(f"--mixer must be one of {known}; got {arguments.mixer!r}")
+    if arguments.preset not in _PRESETS:
+        raise ValueError(f"unknown preset {arguments.preset!r}; known: {', '.join(_PRESETS)}")
+    one_of("--mixer", arguments.mixer, presets.MODELS)
     plan = cost(
-        make(arguments.mixer),
+        getattr(presets, arguments.preset)(arguments.mixer),
         tokens=arguments.tokens,
         gpus=arguments.gpus,
         gpu=arguments.gpu,

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nestling.checks import one_of
 from nestling.cli import Parser
 
 __all__ = ["parser", "run"]
@@ -140,8 +141,7 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
     from nestling.evaluate.suites import SUITES, Data, evaluate
     from nestling.train.builtin_text import chronicles
 
-    if arguments.suite not in SUITES:
-        raise ValueError(f"--suite must be one of {', '.join(SUITES)}; got {arguments.suite!r}")
+    one_of("--suite", arguments.suite, SUITES)
     lengths = parse_lengths(arguments.lengths)
     if arguments.data is None:
         data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))

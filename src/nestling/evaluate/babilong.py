@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from nestling.checks import one_of
 from nestling.evaluate.samples import BYTES, Books, Sample, Tokens
 
 __all__ = ["LABELS", "TASKS", "Story", "chosen", "fitting", "parse", "sample", "score", "stories"]
@@ -51,8 +52,7 @@ def stories(
 
     part: the folder inside the zip file; `en-10k` has ten times the training stories of `en`.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
+    one_of("task", task, TASKS)
     name = f"{task}_*_{split}.txt"
     for path in sorted(Path(folder).glob("*.zip")):
         with zipfile.ZipFile(path) as archive:

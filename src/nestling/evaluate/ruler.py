@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nestling.checks import one_of
 from nestling.evaluate.samples import BYTES, Books, Sample, Tokens, Words, draw
 
 __all__ = ["NEEDLES", "TASKS", "Needles", "sample", "score"]
@@ -65,8 +66,7 @@ def sample(
     task: one of `TASKS`. length: in tokens of `tokens` (by default bytes). words: for keys and
     lists. books: the essay haystacks, read from the first word on.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}; got {task!r}")
+    one_of("task", task, TASKS)
     rng = random.Random(f"{task} {seed}")
     if task == "vt":
         return _variables(length, rng, tokens)

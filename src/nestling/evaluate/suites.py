@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import one_of
 from nestling.evaluate import babilong, longhealth, qasper, ruler
 from nestling.evaluate.samples import BYTES, Books, Sample, Score, Tokens, Words
 
@@ -118,8 +119,7 @@ def samples(
     tokens: Tokens = BYTES,
 ) -> Iterator[Sample]:
     """`count` samples of a suite's task at a length, the same for the same seed."""
-    if suite not in SUITES:
-        raise ValueError(f"suite must be one of {', '.join(SUITES)}; got {suite!r}")
+    one_of("suite", suite, SUITES)
     if task not in SUITES[suite].tasks:
         known = ", ".join(SUITES[suite].tasks)
         raise ValueError(f"{suite} has the tasks {known}; got {task!r}")

@@ -45,6 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
+from nestling.checks import whole_number
 from nestling.norm import rms_norm
 
 __all__ = [
@@ -225,12 +226,6 @@ class Memory(nn.Module, abc.ABC):
                 f"the state holds {held} sequences, x has {x.shape[0]}; select or repeat the state"
                 " first (nestling.tree)"
             )
-
-
-def whole_number(name: str, value: object, least: int = 1) -> None:
-    """Reject what is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
 
 
 def check_sizes(width: int, heads: int, conv: int = 1) -> None:

@@ -74,10 +74,8 @@ class LinearConfig:
         check_sizes(self.width, self.heads, self.conv)
         whole_number("chunk", self.chunk)
         one_of("backend", self.backend, ("auto", *BACKENDS))
-        if self.retain not in ("all", "fixed", "gated"):
-            raise ValueError(f"retain must be 'all', 'fixed' or 'gated'; got {self.retain!r}")
-        if self.rate not in ("one", "gated"):
-            raise ValueError(f"rate must be 'one' or 'gated'; got {self.rate!r}")
+        one_of("retain", self.retain, ("all", "fixed", "gated"))
+        one_of("rate", self.rate, ("one", "gated"))
 
     def scan(
         self, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from nestling.checks import one_of
 from nestling.continuum.engine import TRANSFERS, MemoryLevel
 from nestling.levels import Level
 from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
@@ -149,9 +149,9 @@ class NestlingConfig(PreTrainedConfig):
         self._check_learning()
 
     def _check_learning(self) -> None:
-        _one_of("learning", self.learning, LEARNING)
+        one_of("learning", self.learning, sorted(LEARNING))
         if self.transfer is not None:
-            _one_of("transfer", self.transfer, TRANSFERS)
+            one_of("transfer", self.transfer, sorted(TRANSFERS))
         levels = self.memory_levels
         if not any(level.active for level in levels):
             if self.learn_rates:
@@ -198,7 +198,7 @@ class NestlingConfig(PreTrainedConfig):
                 f"mixer={name!r} names a model, not a mixer: nestling.models.presets.tiny("
                 f"model={name!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
             )
-        _one_of("mixer", name, MIXERS)
+        one_of("mixer", name, sorted(MIXERS))
         return MixerSpec(
             name=name,
             width=self.hidden_size,
@@ -209,7 +209,7 @@ class NestlingConfig(PreTrainedConfig):
     def channel_spec(self, layer: int) -> ChannelSpec:
         """The parts and sizes of one layer's channel memory."""
         name = self._of_layer("channel", layer)
-        _one_of("channel", name, CHANNELS)
+        one_of("channel", name, sorted(CHANNELS))
         return ChannelSpec(
             name=name,
             width=self.hidden_size,
@@ -266,8 +266,3 @@ class NestlingConfig(PreTrainedConfig):
 def _at_least_one(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1; got {value}")
-
-
-def _one_of(name: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(sorted(allowed))}; got {value!r}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nestling.checks import one_of
 from nestling.continuum.layers import (
     ACTIVATIONS,
     GATED,
@@ -92,13 +93,8 @@ class ChannelSpec:
     natural: bool = False
 
     def __post_init__(self) -> None:
-        if self.topology not in TOPOLOGIES:
-            raise ValueError(
-                f"topology must be one of {', '.join(TOPOLOGIES)}; got {self.topology!r}"
-            )
-        if self.activation not in (*ACTIVATIONS, GATED):
-            known = ", ".join((*ACTIVATIONS, GATED))
-            raise ValueError(f"activation must be one of {known}; got {self.activation!r}")
+        one_of("topology", self.topology, TOPOLOGIES)
+        one_of("activation", self.activation, (*ACTIVATIONS, GATED))
         if self.name == "in_context" and self.hidden and self.hidden % self.heads:
             raise ValueError(
                 f"heads={self.heads} must divide the in-context channel's hidden width; got"

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import one_of
 from nestling.levels import Level, due
 from nestling.rules import size
 from nestling.rules.adam import adam, mean_square
@@ -111,9 +112,7 @@ def multiscale(
     Adam on vectors.
     """
     Level(name="M3 slow momentum", chunk=chunk)
-    if second not in SECONDS:
-        raise ValueError(f"multiscale: second must be one of {SECONDS}, got {second!r}")
-
+    one_of("second", second, SECONDS)
     vectors = adam(beta1, beta2, eps=eps)
 
     def init(weight: Tensor) -> State:

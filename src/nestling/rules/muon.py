@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from nestling.checks import one_of
 from nestling.rules import size
 from nestling.rules.adam import second_moment
 from nestling.rules.aliases import signsgd
@@ -79,8 +80,7 @@ def adamuon(
 @factory
 def shape_scale(scale: str = "original") -> Rule:
     """Multiply by a factor that depends on the matrix's shape; see `SHAPE_SCALES`."""
-    if scale not in SHAPE_SCALES:
-        raise ValueError(f"scale must be one of {sorted(SHAPE_SCALES)}, got {scale!r}")
+    one_of("scale", scale, SHAPE_SCALES)
     factor = SHAPE_SCALES[scale]
     return stateless(lambda grad: grad * factor(grad.shape[-2], grad.shape[-1]))
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from nestling.checks import one_of
+
 __all__ = ["INSTALLED", "MISSING_FLA", "MISSING_TRITON", "any_order", "is_any_order", "one_of"]
 
 INSTALLED = frozenset(name for name in ("triton", "fla") if find_spec(name) is not None)
@@ -31,13 +33,6 @@ MISSING_FLA = (
     "backend 'fla' needs flash-linear-attention and triton: pip install 'nestling[fla]';"
     " backend='chunk' runs everywhere"
 )
-
-
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Reject a word that is not among those allowed."""
-    if value not in allowed:
-        words = ", ".join(repr(word) for word in allowed)
-        raise ValueError(f"{name} must be one of {words}; got {value!r}")
 
 
 _here = threading.local()

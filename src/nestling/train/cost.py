@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from nestling.checks import one_of
+
 __all__ = ["GPUS", "Cost", "Gpu", "block_flops", "cost"]
 
 
@@ -88,8 +90,7 @@ def cost(
     weights gathered for forward and backward, gradients reduced, in bf16. Recomputing adds a pass
     (a third of the counted operations).
     """
-    if gpu not in GPUS:
-        raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {gpu!r}")
+    one_of("gpu", gpu, GPUS)
     for name, value, right in (
         ("gpus", gpus, gpus >= 1),
         ("rows_per_gpu", rows_per_gpu, rows_per_gpu >= 1),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling import optim
+from nestling.checks import one_of
 from nestling.continuum import level_names
 from nestling.levels import Level
 from nestling.train.recipe import Optim
@@ -70,9 +71,7 @@ def places(model: Any) -> dict[str, str]:
 
 def build(settings: Optim, model: Any) -> torch.optim.Optimizer:
     """The optimizer a recipe asks for; with `chunks`, one per level inside a NestedOptimizer."""
-    if settings.name not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise ValueError(f"optim.name must be one of {known}; got {settings.name!r}")
+    one_of("optim.name", settings.name, OPTIMIZERS)
     group, make = OPTIMIZERS[settings.name]
     options = {"lr": settings.lr, "weight_decay": settings.weight_decay, **settings.options}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from nestling.checks import one_of
 from nestling.train.schedule import Schedule
 
 __all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get_recipe"]
@@ -200,8 +201,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
     """Read a value of the annotated type."""
     options = get_args(kind)
     if get_origin(kind) is Literal:
-        if text not in options:
-            raise ValueError(f"{key} must be one of {', '.join(map(str, options))}; got {text!r}")
+        one_of(key, text, options)
         return text
     if get_origin(kind) is tuple:
         return tuple(_read(part, options[0], key) for part in text.split(",") if part)

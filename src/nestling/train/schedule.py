@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nestling.checks import one_of
+
 __all__ = ["SHAPES", "Schedule"]
 
 
@@ -47,8 +49,7 @@ class Schedule:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape must be one of {sorted(SHAPES)}; got {self.shape!r}")
+        one_of("shape", self.shape, SHAPES)
         if self.steps < 1 or not 0 <= self.warmup <= self.steps:
             raise ValueError(
                 f"need steps >= 1 and 0 <= warmup <= steps; got steps={self.steps},"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
+from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
 from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
@@ -125,8 +125,7 @@ def scan(
         why = _refusals(*given, momentum) if x.is_cuda else {}
         backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
     if backend not in BACKENDS:
-        words = ", ".join(repr(word) for word in BACKENDS)
-        raise ValueError(f"backend must be 'auto' or one of {words}; got {backend!r}")
+        one_of("backend", backend, ("auto", *BACKENDS))
     if backend == "fla" and check and not torch.compiler.is_compiling():
         check_fla(retain)
     return BACKENDS[backend](*given, **options)  # type: ignore[return-value]

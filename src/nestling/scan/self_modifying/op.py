@@ -80,7 +80,8 @@ def scan_self_modifying(
     backend: `chunk` is that, and runs everywhere; `triton` has kernels for CUDA (`triton` beside
         this file); `auto` is `triton` on CUDA where it has a form for the scan, else `chunk`.
     """
-    one_of("backend", backend, SELF_BACKENDS)
+    if backend not in SELF_BACKENDS:
+        one_of("backend", backend, SELF_BACKENDS)
     asked = inputs.x.is_cuda or backend == "triton"
     why = _refusal(rule, inputs, weights, position) if asked else "not on CUDA"
     if choose(backend, any_order=is_any_order(), refusal=why) == "triton":
