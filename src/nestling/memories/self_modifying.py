@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from nestling.memories.core import (
+    Device,
+    Dtype,
     Memory,
     Opened,
     advance,
     at_start,
     check_sizes,
     make_shell,
+    place,
     state_dtype,
     whole_number,
 )
@@ -76,7 +79,7 @@ class Projections:
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """What a write is.
+    """How a write is made.
 
     objective: `nestling.objectives.dot` (Eq. 92) or `l2` (Eq. 93).
     own_values: every memory makes its own values (Eq. 84); False gives all the same (Eq. 81).
@@ -171,7 +174,7 @@ class Retention:
             )
 
     def spread(self, shares: Tensor) -> Tensor:
-        """What the gate of each head starts with, [H] between 0 and 1, at these starting rates."""
+        """The start of each head's gate, [H] between 0 and 1, at these starting rates."""
         first, last = (math.log1p(-start) for start in self.start)
         heads = shares.shape[0]
         kept = 1 - torch.linspace(first, last, heads, dtype=torch.float64, device="cpu").exp()
@@ -277,7 +280,7 @@ class SelfModifyingState(NamedTuple):
 
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-"""What is added to the projections of a memory that is not steered."""
+"""The additions to the projections of a memory that is not steered: none."""
 
 THETA, REACH = 0.9, 0.1
 """The momentum's largest gate, and how far memories move unit projections at first."""
@@ -332,15 +335,10 @@ class SelfModifying(Memory):
                     self.second[:, 0] = 0.0
 
     def init(
-        self,
-        batch_size: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> SelfModifyingState:
         """Trained initial weights (or none, as a difference) for every sequence, position 0."""
-        device = self.first.device if device is None else torch.device(device)
-        dtype = self.first.dtype if dtype is None else dtype
+        device, dtype = place(self.first, device, dtype)
         first, second = self.first, self.second
         if self.config.projections.residual:
             first, second = (None if w is None else torch.zeros_like(w) for w in (first, second))  # type: ignore[assignment]
@@ -373,7 +371,7 @@ class SelfModifying(Memory):
         return y, SelfModifyingState(after, opened.tail, weights, start, steering)
 
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
-        """What the main memory says to each token now (Eq. 83)."""
+        """Ask the main memory as it stands about each token (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
         added = NOTHING if self.steering is None else self.steering.read(opened.x, state.steering)
         inputs = self._inputs(opened, None, added)
@@ -400,7 +398,7 @@ class SelfModifying(Memory):
     def _inputs(
         self, opened: Opened, valid: Tensor | None, added: Mapping[str, Tensor] = NOTHING
     ) -> Inputs:
-        """What the scan needs of the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
+        """The scan's inputs, from the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         heads, batch = self.config.heads, opened.x.shape[0]
         x, *rest = opened.parts
         given = {}
@@ -547,7 +545,7 @@ def unfold(weights: Weights, batch: int) -> Weights:
 
 
 def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
-    """What steers a memory: one head, no convolution, static projections of its own."""
+    """A steering memory: one head, no convolution, static projections of its own."""
     learning = config.learning
     return SelfModifyingConfig(
         width=config.projections.steering,
