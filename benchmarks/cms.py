@@ -12,7 +12,7 @@ layers and a fifth of its vocabulary, so that head and blocks keep their proport
 all MLPs learn. Two baselines: one forward pass over the text, and forward passes over the same
 chunks with a cache; neither computes a loss. Learning reads, computes the loss, goes back to every
 MLP, forms its gradient and updates. Arms are interleaved, keep freed memory
-(`nestling.host.keep_memory`) and are charged the CPU time they used on one thread, which a busy
+(`nestling.machine.keep_memory`) and are charged the CPU time they used on one thread, which a busy
 machine disturbs less than the clock on the wall; --wall takes that clock, with --threads.
 
 --inside: gated levels side by side (chunk, 4 and 16 x), 4 rows of 1,024 bytes. A training step with
@@ -33,7 +33,7 @@ from common import interleaved, verdict
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nestling.continuum import Continuum, MemoryLevel, Part, Slot
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from nestling.models import NestlingForCausalLM, presets
 from nestling.tree import state_detach, tree_leaves
 

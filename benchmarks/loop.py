@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from common import verdict
 
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from nestling.train.distributed import World
 from nestling.train.optimizers import build
 from nestling.train.recipe import changed, get_recipe

@@ -12,7 +12,7 @@
     python benchmarks/models.py --options '{"projections": {"steering": 8}}' ...   another Hope
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
-loss and backward. Both arms keep freed memory (`nestling.host.keep_memory`), except for --memory.
+loss and backward. Both arms keep freed memory (`machine.keep_memory`), except for --memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from common import in_fresh_process, interleaved, peak_mb, verdict
 
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from nestling.models import MemoryCache, NestlingForCausalLM, presets
 
 SIZE = presets.Size(width=256, layers=4, heads=4, vocabulary=512, parameters=3_300_000)

@@ -17,7 +17,7 @@ import torch
 from common import interleaved, verdict
 from torch import nn
 
-from nestling.host import bf16_is_quicker, keep_memory
+from nestling.machine import bf16_is_quicker, keep_memory
 from nestling.optim import DGD, M3, AdaMuon, DeepMomentum, DeltaMomentum, Muon, capture, compose
 from nestling.rules import adam
 

@@ -1,7 +1,7 @@
 """The matrix scan against causal attention and against the loop over tokens; correctness first.
 
 Forward + backward with gradients of every input, B=4, H=4, D=64, T=2048, two threads. Arms take
-turns; medians; all keep freed memory (`nestling.host.keep_memory`). Then the two-layer memory
+turns; medians; all keep freed memory (`nestling.machine.keep_memory`). Then the two-layer memory
 (scan_mlp.py), unless called with --matrix.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from nestling.scan import scan
 
 BATCH, HEADS, WIDTH, TOKENS = 4, 4, 64, 2048

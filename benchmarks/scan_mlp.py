@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from nestling.norm import unit
 from nestling.scan import MLPState, mlp_naive, scan, scan_mlp
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from nestling.host import keep_memory
+from nestling.machine import keep_memory
 from studies.harness.store import Store
 from studies.harness.study import Study
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 
-from nestling import host
+from nestling import machine
 from nestling.cli import main
 
 
@@ -18,9 +18,11 @@ def test_it_prints_versions_devices_and_advice(capsys):
 
 
 def test_a_cpu_that_faults_on_bf16_is_told_so(capsys, monkeypatch, tmp_path):
-    host.bf16_speed.cache_clear()
-    monkeypatch.setattr(host, "_MEASURE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    assert host.bf16_speed() is None
+    machine.bf16_speed.cache_clear()
+    monkeypatch.setattr(
+        machine, "_MEASURE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    )
+    assert machine.bf16_speed() is None
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert "ends the process" in said
@@ -29,7 +31,7 @@ def test_a_cpu_that_faults_on_bf16_is_told_so(capsys, monkeypatch, tmp_path):
     assert main([*line, str(tmp_path / "run")]) == 2
     assert not (tmp_path / "run").exists()
     assert "bf16 products end this CPU's process" in capsys.readouterr().err
-    host.bf16_speed.cache_clear()
+    machine.bf16_speed.cache_clear()
 
 
 def test_the_bill_names_what_is_installed_and_who_needs_it(capsys):

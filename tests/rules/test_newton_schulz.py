@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestling import host
+from nestling import machine
 from nestling.rules.newton_schulz import (
     CUBIC,
     QUINTIC,
@@ -122,12 +122,12 @@ def test_precision_follows_the_device(monkeypatch):
 def test_a_cpu_is_asked_only_if_it_has_the_instructions(monkeypatch):
     for has, speed, quicker in [(True, 2.0, True), (True, 1.1, False), (True, None, False)]:
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
-        monkeypatch.setattr(host, "bf16_speed", lambda speed=speed: speed)
-        assert host.bf16_is_quicker() is quicker
+        monkeypatch.setattr(machine, "bf16_speed", lambda speed=speed: speed)
+        assert machine.bf16_is_quicker() is quicker
     for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
-    monkeypatch.setattr(host, "bf16_speed", lambda: pytest.fail("measured for nothing"))
-    assert host.bf16_is_quicker() is False
+    monkeypatch.setattr(machine, "bf16_speed", lambda: pytest.fail("measured for nothing"))
+    assert machine.bf16_is_quicker() is False
 
 
 def test_bad_input_is_refused():

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from nestling import __version__
-    from nestling.host import bf16_speed
+    from nestling.machine import bf16_speed
 
     advice: list[str] = []
     rows = [("nestling", __version__), ("python", platform.python_version())]

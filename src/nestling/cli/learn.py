@@ -95,7 +95,7 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     from nestling.adaptation import DriftWarning, Limits, adapt, load_learner
     from nestling.adaptation.learner import encode
     from nestling.cli.generate import load
-    from nestling.host import keep_memory
+    from nestling.machine import keep_memory
 
     resumed = (arguments.memory / "memory.json").is_file()
     settings = _settings(arguments)

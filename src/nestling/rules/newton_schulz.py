@@ -27,7 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nestling.host import bf16_is_quicker
+from nestling.machine import bf16_is_quicker
 from nestling.rules.core import Rule, factory, stateless
 from nestling.rules.size import norm
 

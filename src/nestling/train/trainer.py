@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from nestling.continuum.stream import begin
 from nestling.description import Timeline
 from nestling.files import locked
-from nestling.host import bf16_speed, keep_memory
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
+from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
