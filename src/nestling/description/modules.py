@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +144,10 @@ def _own_attention(module: Attention, name: str) -> Iterator[Component]:
     yield _attention(name, module.config.window)
 
 
+fast_memory = partial(Component, kind="memory", clock="token")
+"""A component that learns with every token."""
+
+
 def _linear(module: Any, name: str) -> Iterator[Component]:
     config: LinearConfig = module.config
     if isinstance(config, OjaConfig):
@@ -151,10 +156,8 @@ def _linear(module: Any, name: str) -> Iterator[Component]:
         objective = "|M k - v|^2 / 2" if config.erase else "-<M k, v>"
     keeps = {"all": "", "fixed": ", forgets at a fixed pace", "gated": ", gated forgetting"}
     window = f", last {module.config.window} pairs" if isinstance(module, Omega) else ""
-    yield Component(
+    yield fast_memory(
         name=f"{name} (memory)",
-        kind="memory",
-        clock="token",
         state=_size(module, "weight"),
         objective=objective + keeps[config.retain],
         context=PAIRS + window,
@@ -163,10 +166,8 @@ def _linear(module: Any, name: str) -> Iterator[Component]:
 
 
 def _adaptive(module: AdaptiveMLP, name: str) -> Iterator[Component]:
-    yield Component(
+    yield fast_memory(
         name=f"{name} (memory)",
-        kind="memory",
-        clock="token",
         state=_size(module, "weight"),
         objective="-<M k, v>",
         context="keys and values of what was attended to",
@@ -186,10 +187,8 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
         adding = module.config.learning.heads_adding(config.heads)
     if adding:
         how += f", without erasing in {adding} of {config.heads} heads"
-    memory = Component(
+    memory = fast_memory(
         name=f"{name} (memory)",
-        kind="memory",
-        clock="token",
         chunk=rule.chunk if rule.read_start else 1,
         state=size,
         objective=target + how,
@@ -197,10 +196,8 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
         transfer=START,
     )
     if module.theta is not None:
-        yield Component(
+        yield fast_memory(
             name=f"{name} (momentum)",
-            kind="memory",
-            clock="token",
             state=size * many,
             objective="-<Z, write>",
             context="the writes of the memories",
@@ -225,10 +222,8 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
 
 
 def _any_memory(module: Memory, name: str) -> Iterator[Component]:
-    yield Component(
+    yield fast_memory(
         name=f"{name} (state)",
-        kind="memory",
-        clock="token",
         state=_size(module, ""),
         objective="its own; not described",
         context="the sequence",
