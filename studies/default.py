@@ -144,6 +144,7 @@ LEVELS: dict[str, Model] = {
     ),
     "attention_plain": _with_levels("Hope-Attention, trained plain", "hope_attention", _frozen),
     "transformer": ARMS["transformer"],
+    "gated_delta": ARMS["gated_delta"],
 }
 """Models of the studies of levels; `hope` is the default one where the default's levels learn."""
 

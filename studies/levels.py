@@ -38,7 +38,12 @@ from studies.harness.verdict import interval, judged, paired, show
 from studies.tasks import text
 
 SIZE = lm.SIZES["0.3M"]
-PLAIN = {"plain": "hope", "attention_plain": "hope_attention", "transformer": "transformer"}
+PLAIN = {
+    "plain": "hope",
+    "attention_plain": "hope_attention",
+    "transformer": "transformer",
+    "gated_delta": "gated_delta",
+}
 """Arms that are models of `studies.lm`, by their names there."""
 FEW = ", few books"
 ARMS = {
@@ -60,6 +65,7 @@ class Protocol(lm.Protocol):
             "attention": 1.6,
         }
     )
+    plain_rate: float = 6e-3  # where a model of `studies.lm` has to be trained anew
     few_bytes: int = 250_000
     epochs: int = 4
     switched_on: tuple[float, ...] = (0.1, 0.3, 0.6, 1.2)
@@ -233,43 +239,57 @@ LIMITS = (
 )
 
 
-QUESTIONS: dict[str, tuple[tuple[str, bool, float], ...]] = {
-    "hope": (
-        ("plain", False, 0.10),
-        ("plain", True, 0.03),
-        ("one", False, 0.0),
-        ("by_rate", False, 0.0),
-        ("transformer", False, 0.0),
-    ),
-    "attention": (("attention_plain", False, 0.10), ("attention_plain", True, 0.03)),
-    "hope_few": (("plain_few", False, 0.0), ("plain_few", True, 0.0)),
-}
-"""Arm: what it is compared with, whether that has its levels switched on, the lead aimed at."""
+class Question(NamedTuple):
+    """An arm against another; `on`: asked with levels switched on. goal: the lead aimed at."""
+
+    ours: str
+    theirs: str
+    goal: float = 0.0
+    our_on: bool = False
+    their_on: bool = False
 
 
-def _gap(found: Mapping[tuple[str, str], Cell], ours: str, theirs: str, name: str) -> list[float]:
-    mine, its = (found.get(("books", arm), Cell({})) for arm in (ours, theirs))
-    return paired(mine.values("beyond"), its.values(name))
+QUESTIONS = (
+    Question("plain", "plain", our_on=True),
+    Question("plain", "gated_delta", our_on=True),
+    Question("plain", "transformer", our_on=True),
+    Question("hope", "plain", goal=0.10),
+    Question("hope", "plain", goal=0.03, their_on=True),
+    Question("hope", "one"),
+    Question("hope", "by_rate"),
+    Question("hope", "transformer"),
+    Question("attention", "attention_plain", goal=0.10),
+    Question("attention", "attention_plain", goal=0.03, their_on=True),
+    Question("hope_few", "plain_few"),
+    Question("hope_few", "plain_few", their_on=True),
+)
+"""What the page answers, as far as there are runs."""
 
 
 def findings(study: Study, found: Mapping[tuple[str, str], Cell]) -> list[str]:
     """The questions of the study and what the numbers say, beyond the trained length."""
+
+    def values(arm: str, on: bool) -> dict[int, float]:
+        return found.get(("books", arm), Cell({})).values("on_beyond" if on else "beyond")
+
+    def called(arm: str, on: bool) -> str:
+        return study.arms.get(arm, arm) + (", levels switched on" if on else "")
+
     said = []
-    for ours, others in QUESTIONS.items():
-        for theirs, on, goal in others:
-            gaps = _gap(found, ours, theirs, "on_beyond" if on else "beyond")
-            name = study.arms.get(theirs, theirs) + (", levels switched on" if on else "")
-            aim = f" (goal: {-goal:g})" if goal else ""
-            said.append(
-                f"{study.arms.get(ours, ours)} against {name}: {judged(gaps, higher=False)}{aim}"
-            )
+    for ask in QUESTIONS:
+        gaps = paired(values(ask.ours, ask.our_on), values(ask.theirs, ask.their_on))
+        if gaps:
+            aim = f" (goal: {-ask.goal:g})" if ask.goal else ""
+            both = f"{called(ask.ours, ask.our_on)} against {called(ask.theirs, ask.their_on)}"
+            said.append(f"{both}: {judged(gaps, higher=False)}{aim}")
     end = [
         statistics.fmean(run["positions"][-4:]) - statistics.fmean(run["positions"][1:5])
         for run in found.get(("books", "hope"), Cell({})).runs.values()
     ]
-    said.append(
-        f"Hope's loss at the end of the streams less the loss after the first window: {show(end)}"
-    )
+    if end:
+        said.append(
+            f"Hope's loss at the end of the streams less that after the first window: {show(end)}"
+        )
     head = "Loss in nats per byte, negative is better; shown means ahead at 95%."
     return [head, *(f"{line}." for line in said)]
 
@@ -350,7 +370,7 @@ def study(quick: bool = False) -> Study:
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "plain", "transformer", "hope_few") if quick else tuple(ARMS)
     tuned = ("hope", "attention")
-    lender = dict.fromkeys(arms, "hope") | {"attention_plain": "attention"}
+    rest = [arm for arm in arms if arm not in (*tuned, *PLAIN)]
     return Study(
         name="levels",
         protocol=protocol,
@@ -359,7 +379,8 @@ def study(quick: bool = False) -> Study:
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,
         settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in tuned},
-        borrowed={arm: lender[arm] for arm in arms if arm not in tuned},
+        borrowed=dict.fromkeys(rest, "hope"),
+        given={arm: {"rate": protocol.plain_rate} for arm in PLAIN if arm in arms},
         make=lambda job, context: make(job, context, protocol),
         judged="development",
         lower=True,

@@ -54,7 +54,8 @@ class Study:
 
     arms: titles by name, in the order of the tables. settings: what tuning may choose from, as
     many for every arm. borrowed: arms that take the setting of another arm, and so have no trials;
-    tuned_on: tasks that take those of another task. more_tasks: run only when asked for.
+    given: arms whose models another study has tuned, and their settings; tuned_on: tasks that take
+    those of another task. more_tasks: run only when asked for.
     make: does a job. judged: the number of a trial that decides; `lower`: a lower one is better.
     page: the page from all stored runs.
     """
@@ -72,12 +73,14 @@ class Study:
     page_name: str
     lower: bool = False
     borrowed: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Setting] = field(default_factory=dict)
     needs: Sequence[str] = ("seconds",)
     more_tasks: Sequence[str] = ()
     tuned_on: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tuned = {arm: self.settings[arm] for arm in self.arms if arm not in self.borrowed}
+        others = self.borrowed.keys() | self.given.keys()
+        tuned = {arm: self.settings[arm] for arm in self.arms if arm not in others}
         same_number(tuned)
         if self.tuning_seed in self.seeds:
             raise ValueError(f"{self.name}: seed {self.tuning_seed} is for tuning; take another")
@@ -85,7 +88,7 @@ class Study:
     def trials(self, task: str, arm: str) -> list[Job]:
         """The trials of an arm on a task; none where there is nothing to choose."""
         task, arm = self._tuned(task, arm)
-        if len(self.settings[arm]) == 1:
+        if arm in self.given or len(self.settings[arm]) == 1:
             return []
         return [Job(task, arm, s, self.tuning_seed, trial=True) for s in self.settings[arm]]
 
@@ -93,8 +96,10 @@ class Study:
         return self.tuned_on.get(task, task), self.borrowed.get(arm, arm)
 
     def chosen(self, task: str, arm: str, store: Store) -> Setting:
-        """The setting with the best trial."""
+        """The setting with the best trial, or the one that is given."""
         task, arm = self._tuned(task, arm)
+        if arm in self.given:
+            return self.given[arm]
 
         def score(setting: Setting) -> float:
             job = Job(task, arm, setting, self.tuning_seed, trial=True)
