@@ -33,7 +33,7 @@ def config_of(name: str, **given: Any) -> NestlingConfig:
         "eos_token_id": 1,
     }
     mixed = {"mixer_options": {parts["mixer"]: own | options}}
-    return NestlingConfig(**{**base, **parts, **mixed, **given})
+    return NestlingConfig(**{**parts, **base, **mixed, **given})
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float64, **given: Any) -> NestlingForCausalLM:

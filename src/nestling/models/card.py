@@ -29,8 +29,8 @@ def model_card(
 
     training: how it was trained, in Markdown. licence: an identifier such as "apache-2.0".
     """
-    parts = {"mixer": config.mixer, "channel": config.channel}
-    model = next((name for name, same in MODELS.items() if same == parts), None)
+    parts = config.mixer, config.channel
+    model = next((n for n, m in MODELS.items() if (m["mixer"], m["channel"]) == parts), None)
     title = _TITLES.get(model or "", model or "A hybrid")
     tags = ["nestling", "nested-learning", *([model] if model else [])]
     head = ["library_name: transformers", "pipeline_tag: text-generation"]
