@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from nestling.description import Component, Description, describe
-from nestling.description.svg import CHAR, fit
+from nestling.description.svg import CHAR, COLOURS, fit
 from nestling.description.timeline import Timeline
 from nestling.levels import Level, LevelUpdate
 from nestling.optim import NestedOptimizer
 from nestling.paper.nested import NestedSystem
 from nestling.paper.nested.training import momentum_problems, sgd_problem
+from nestling.report import plots
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -209,3 +210,29 @@ def test_a_level_that_never_moved_says_so():
     assert "way 0" in timeline.picture()
     assert "way" not in timeline.picture({"fast": "drift 0.0%"}).replace("way gone so far", "")
     assert "drift 0.0%" in timeline.picture({"fast": "drift 0.0%"})
+
+
+def lab(colour: str) -> tuple[float, ...]:
+    """A colour as eyes see it (CIE Lab), where distances are alike everywhere."""
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    )
+    x, y, z = (
+        c ** (1 / 3) if c > 0.008856 else 7.787 * c + 16 / 116
+        for c in (
+            (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505,
+            0.2126 * red + 0.7152 * green + 0.0722 * blue,
+            (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.0888,
+        )
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("colours", [COLOURS, plots.COLOURS], ids=["levels", "curves"])
+def test_neighbours_in_a_legend_have_distinct_colours(colours):
+    """2 is a difference that trained eyes just see, 14 two shades of brown."""
+    far = [math.dist(lab(a), lab(b)) for a, b in itertools.pairwise(colours)]
+    assert min(far) > 40
+    first = [math.dist(lab(a), lab(b)) for a, b in itertools.combinations(colours[:4], 2)]
+    assert min(first) > 25

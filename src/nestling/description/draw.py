@@ -12,6 +12,7 @@ from nestling.description.description import (
     short,
 )
 from nestling.description.svg import (
+    COLOURS,
     INK,
     QUIET,
     TextLine,
@@ -29,7 +30,6 @@ __all__ = ["page", "picture"]
 WIDTH, LEFT, RIGHT, GAP, BETWEEN = 1180, 190, 24, 14, 34
 MIDDLE = LEFT + (WIDTH - LEFT - RIGHT) / 4
 PER_LINE, MOST = 4, 8
-COLOURS = ("#c2410c", "#b45309", "#4d7c0f", "#0f766e", "#0369a1", "#4338ca", "#7e22ce", "#9d174d")
 FROZEN = "#8a94a0"
 
 

@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nestling.description.svg import INK, QUIET, document, fit, text
+from nestling.description.svg import COLOURS, INK, QUIET, document, fit, text
 from nestling.levels import LevelUpdate
 
 __all__ = ["Timeline"]
 
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1180, 190, 150, 86, 84
-COLOURS = ("#c2410c", "#0369a1", "#4d7c0f", "#7e22ce", "#0f766e", "#9d174d", "#4338ca", "#b45309")
 
 
 class Timeline:
