@@ -101,6 +101,17 @@ def test_a_page_never_loses_what_it_has_no_runs_for(tmp_path):
     assert "## Kept" not in page(4, None).write(tmp_path / "new", "x").read_text()
 
 
+def test_the_optimizers_page_keeps_the_parts_that_were_not_run(tmp_path):
+    from studies.optim.report import write
+
+    stored = Path(__file__).parents[2] / "docs" / "results" / "optim.md"
+    old = stored.read_text("utf-8")
+    (tmp_path / "optim.md").write_text(old, "utf-8")
+    write({}, tmp_path)
+    assert len(sections(old)) >= 4
+    assert sections((tmp_path / "optim.md").read_text("utf-8")) == sections(old)
+
+
 def test_the_loop_goes_on_exactly(tmp_path):
     def run(save, steps, stop=None):
         torch.manual_seed(0)
