@@ -212,6 +212,20 @@ def test_a_level_that_never_moved_says_so():
     assert "drift 0.0%" in timeline.picture({"fast": "drift 0.0%"})
 
 
+def test_a_level_that_only_receives_has_a_way_of_its_own():
+    """What moves into a slow level is no step of its own, but it goes somewhere."""
+    timeline = Timeline()
+    for step in range(1, 9):
+        timeline.record(LevelUpdate(8 * step, "fast", 3.0, 1.0, 0.5, 0.5))
+        if step % 4 == 0:
+            timeline.record(LevelUpdate(8 * step, "slow", 3.0, 0.0, 0.0, 0.25 * step))
+    lines = ET.fromstring(timeline.picture()).findall(f"{SVG}polyline")
+    heights = [[float(p.split(",")[1]) for p in line.get("points").split()] for line in lines]
+    for fall in heights:
+        assert fall[0] - fall[-1] > 40
+    assert "way 2" in timeline.picture()
+
+
 def lab(colour: str) -> tuple[float, ...]:
     """A colour as eyes see it (CIE Lab), where distances are alike everywhere."""
     red, green, blue = (

@@ -129,7 +129,8 @@ class Timeline:
         what, surprises = _surprises(updates)
         room, base = ROW - 26, y + ROW - 22
         most = max((s for s in surprises if math.isfinite(s)), default=0) or 1.0
-        total = sum(u.step for u in updates if math.isfinite(u.step))
+        steps = _steps(updates)
+        total = sum(steps)
         names = fit(level, LEFT - 40, 14)
         parts = [
             text(24, y + 20 + 16 * i, line, 14, colour, bold=True) for i, line in enumerate(names)
@@ -143,8 +144,8 @@ class Timeline:
             share = surprise / most if math.isfinite(surprise) else 1.0
             tall = 3 + (room - 3) * share
             bars.append(f"M {self._x(update.position):.1f} {base} v {-tall:.1f}")
-        for update in updates:
-            way += update.step if math.isfinite(update.step) else 0.0
+        for update, step in zip(updates, steps, strict=True):
+            way += step
             line.append(f"{self._x(update.position):.1f},{base - room * way / (total or 1.0):.1f}")
         parts.append(
             f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{self._stroke()}"'
@@ -168,6 +169,17 @@ class Timeline:
 
 
 MEASURES = ("loss", "grad_norm", "step", "distance")
+
+
+def _steps(updates: list[LevelUpdate]) -> list[float]:
+    """How far each update went; a level that only receives moves by what it was given."""
+    steps, before = [], 0.0
+    for update in updates:
+        here = update.distance if math.isfinite(update.distance) else before
+        step = update.step if math.isfinite(update.step) else 0.0
+        steps.append(step or abs(here - before))
+        before = here
+    return steps
 
 
 def _surprises(updates: list[LevelUpdate]) -> tuple[str, list[float]]:
