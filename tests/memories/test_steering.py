@@ -81,6 +81,7 @@ def test_untrained_steering_can_tell_the_beginning_from_the_end():
     """The same token, again and again: a gate that sees only tokens could not change."""
     memory = build(adaptive=("eta",), conv=1)
     x = torch.randn(1, 1, WIDTH, dtype=torch.float64).expand(1, 200, WIDTH)
-    added, _ = memory.steering.run(x, memory.init(1, dtype=x.dtype).steering, None, 0)
+    steering, state = memory.steering, memory.init(1, dtype=x.dtype).steering
+    added = steering.additions(steering.memory.run(steering.inward(x), state, None, 0)[0])
     rate = added["eta"][0, :, 0]
     assert abs(rate[150] - rate[0]) > 10 * abs(rate[199] - rate[150])

@@ -25,7 +25,6 @@ from nestling.memories.core import (
     state_dtype,
     whole_number,
 )
-from nestling.memories.steering import RATE, Steering
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
 from nestling.scan.backends import one_of
@@ -282,6 +281,9 @@ class SelfModifyingState(NamedTuple):
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 """The additions to the projections of a memory that is not steered: none."""
 
+RATE = 0.02
+"""Where a steering memory's rate starts: it settles in about fifty tokens."""
+
 THETA, REACH = 0.9, 0.1
 """The momentum's largest gate, and how far memories move unit projections at first."""
 
@@ -358,7 +360,9 @@ class SelfModifying(Memory):
         opened = self.shell.open(x, state.tail, valid)
         added, steering = NOTHING, state.steering
         if self.steering is not None:
-            added, steering = self.steering.run(opened.x, steering, valid, position)
+            small = self.steering.inward(opened.x)
+            small, steering = self.steering.memory.run(small, steering, valid, position)
+            added = self.steering.additions(small)
         inputs = self._inputs(opened, valid, added)
         where = where_heads(state.position, position, self.config.heads)
         y, weights, start = scan_self_modifying(
@@ -373,7 +377,10 @@ class SelfModifying(Memory):
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
         """Ask the main memory as it stands about each token (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
-        added = NOTHING if self.steering is None else self.steering.read(opened.x, state.steering)
+        added = NOTHING
+        if self.steering is not None:
+            small = self.steering.memory.read(self.steering.inward(opened.x), state.steering)
+            added = self.steering.additions(small)
         inputs = self._inputs(opened, None, added)
         q = project(self.rule, whole(fold(state.start), inputs.initial), "q", inputs)
         y = recall(fold(state.weights), inputs.initial, q)
@@ -426,6 +433,39 @@ class SelfModifying(Memory):
             x, for_all(self.readout, batch, x), for_all(self.bias, batch, x), **given,
             gates=gates, erase=erase, theta=theta, valid=valid, initial=initial,
         )  # fmt: skip
+
+
+class Steering(nn.Module):
+    """One small memory for all adaptive projections of a larger one.
+
+    In the paper every projection (k, v, rate, retention) is a memory as large as the main one. None
+    of them depends on the main memory, so they may be smaller: here one memory of a few channels is
+    written beside it, and its reads are added to the projections named in `adaptive`. It has keys,
+    values and gates of its own; at its slow rate it takes many tokens to settle, so its reads also
+    tell how long it has been learning, which a gate that sees only a few tokens cannot know.
+    """
+
+    def __init__(
+        self, memory: SelfModifying, width: int, heads: int, adaptive: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self.memory, self.heads = memory, heads
+        self.sizes: dict[str, int] = {}
+        self.sizes |= {name: width // heads for name in ("k", "v", "q") if name in adaptive}
+        self.sizes |= {name: 1 for name in ("eta", "alpha") if name in adaptive}
+        self.inward = nn.Linear(width, memory.width, bias=False)
+        self.outward = nn.Linear(memory.width, heads * sum(self.sizes.values()), bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small additions: the projections start almost static, and training moves them."""
+        nn.init.normal_(self.outward.weight, std=0.1 / math.sqrt(self.memory.width))
+
+    def additions(self, y: Tensor) -> Mapping[str, Tensor]:
+        """The memory's outputs [B, T, .] as additions to the projections, each [B H, T, .]."""
+        parts = self.outward(y).unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
+        parts = parts.to(state_dtype(parts.dtype))
+        return dict(zip(self.sizes, parts.split(list(self.sizes.values()), -1), strict=True))
 
 
 def largest_row(rule: SelfRule, momentum: bool, adding: bool) -> float:

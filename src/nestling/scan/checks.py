@@ -23,7 +23,6 @@ __all__ = [
     "check_range",
     "check_scan",
     "check_tensor",
-    "compute_dtype",
     "is_l2",
 ]
 
@@ -141,12 +140,3 @@ def check_scan(
         check_tensor(name, gate, (*lead, tokens), "[..., T]")
         if check and not torch.compiler.is_compiling():
             check_range(name, gate, highest)
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The widest dtype among the inputs, at least float32: memories and solves live in it."""
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype

@@ -57,8 +57,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nestling.scan.deep.types import Sigma
-from nestling.scan.triangular import decay, unit_inverse
-from nestling.scan.workspace import Workspace
+from nestling.scan.numerics import Workspace, decay, unit_inverse
 
 __all__ = [
     "Chunk", "FirstLayer", "Gates", "How", "Reading", "Weights", "Writing", "first_layer", "gates",

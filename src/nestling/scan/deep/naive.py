@@ -15,9 +15,10 @@ from torch import Tensor
 
 from nestling.levels import boundaries
 from nestling.objectives import Objective, l2
-from nestling.scan.checks import MomentumState, Read, Rule, compute_dtype, is_l2
+from nestling.scan.checks import MomentumState, Read, Rule, is_l2
 from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu, with_starts
 from nestling.scan.delta.naive import scan_naive
+from nestling.scan.numerics import compute_dtype
 
 __all__ = ["Signals", "clipped", "compose", "mlp_naive", "signals"]
 

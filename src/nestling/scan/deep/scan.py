@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from nestling.objectives import Objective, dot, l2
 from nestling.scan.backends import is_any_order
-from nestling.scan.checks import Read, Rule, compute_dtype, is_l2
+from nestling.scan.checks import Read, Rule, is_l2
 from nestling.scan.deep.chunk import (
     Chunk,
     FirstLayer,
@@ -38,6 +38,7 @@ from nestling.scan.deep.chunk import read as read_chunk
 from nestling.scan.deep.naive import compose
 from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
+from nestling.scan.numerics import compute_dtype
 from nestling.scan.opaque import opaque
 
 __all__ = ["scan_mlp"]

@@ -1,7 +1,7 @@
 """Matrix memories: linear attention, the delta rule and their kin, as one scan.
 
-`naive` is the equation token by token, `chunk` derives and runs the chunked form, `op` is the
-hand-written kernel as one torch operator.
+`naive` is the equation token by token, `chunk` derives and runs the chunked form, `kernel` is the
+chunked form by hand as one torch operator.
 """
 
 from nestling.scan.delta.api import BACKENDS, scan

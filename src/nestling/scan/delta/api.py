@@ -12,8 +12,8 @@ from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_
 from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
+from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.delta.naive import run_naive
-from nestling.scan.delta.op import scan_chunk
 
 __all__ = ["BACKENDS", "choose", "scan"]
 

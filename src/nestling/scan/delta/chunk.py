@@ -56,8 +56,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestling.scan.checks import MomentumState, Options, Read, Rule, compute_dtype
+from nestling.scan.checks import MomentumState, Options, Read, Rule
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.numerics import compute_dtype
 
 __all__ = ["products", "scan_chunk_autograd"]
 

@@ -11,21 +11,32 @@ Two things that only some memories ask for (`Extra`): heads that erase less or n
 `share` stands beside x in what is erased, `L = G^- o (share X) (nX)^T`; and values that the memory
 makes itself (Eq. 84), `U = unit((home + M_0) V)` with `M_0` the start of the chunk. Then only U
 waits for the walk; backwards `dM_0`, `dhome` and `dV` take what comes through it.
+
+Both directions are torch operators, which autograd and torch.compile know; `scan_chunk` calls them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from nestling.scan.triangular import decay, unit_inverse
-from nestling.scan.workspace import Workspace
+from nestling.scan.checks import MomentumState, Options
+from nestling.scan.delta.chunk import scan_chunk_autograd
+from nestling.scan.delta.naive import run_naive
+from nestling.scan.numerics import Workspace, compute_dtype, decay, unit_inverse
+from nestling.scan.opaque import differentiate_once, only_needed
 
-__all__ = ["Extra", "Form", "Gradients", "Saved", "backward", "forward"]
+__all__ = ["GIVEN", "Extra", "Form", "Gradients", "Saved", "backward", "scan_chunk"]
+
+GIVEN = "Tensor state, Tensor x, Tensor u, Tensor rate, Tensor retain, Tensor? queries"
+"""The tensors of a scan, in an operator's schema."""
+
+EXTRA = "Tensor? home, Tensor? share"
+FORM = "bool erase, bool after, int chunk, bool recompute"
 
 EPS = 1e-6
 """Added to squared lengths, as in `nestling.norm.unit`."""
@@ -121,10 +132,11 @@ class Parts(NamedTuple):
 
 
 def _prepare(
-    x: Tensor, rate: Tensor, retain: Tensor, erase: bool, share: Tensor | None, work: Workspace
-) -> Parts:
-    """The parts of a segment, from x `[Q, C, Di]` and gates `[Q, C]`."""
-    g, G = decay(retain, work)
+    x: Tensor, rate: Tensor, decays: tuple[Tensor, Tensor], erase: bool, share: Tensor | None,
+    work: Workspace,
+) -> Parts:  # fmt: skip
+    """The parts of a segment, from x `[Q, C, Di]`, rates `[Q, C]` and what `decay` returns."""
+    g, G = decays
     batch, size, _ = x.shape
     scaled = torch.mul(x, rate.unsqueeze(-1), out=work("scaled", *x.shape))
     last = torch.mul(scaled, G[:, -1].unsqueeze(-1), out=work("last", *x.shape))
@@ -139,10 +151,9 @@ def _prepare(
     return Parts(g, G, x, left, share, scaled, last, seen, gram)
 
 
-def _solve(parts: Parts, out: Tensor, work: Workspace) -> Tensor:
-    """`(I + L)^{-1}` of every chunk, `L_ts = rate_s (g_{t-1} / g_s) x_t . x_s`, into `out`."""
-    lower = torch.mul(parts.gram, parts.G[:, :-1], out=work("lower", *parts.gram.shape))
-    return unit_inverse(lower, out, work)
+def _lower(parts: Parts, work: Workspace) -> Tensor:
+    """L of every chunk, `L_ts = rate_s (g_{t-1} / g_s) x_t . x_s`; its errors take `(I + L)^-1`."""
+    return torch.mul(parts.gram, parts.G[:, :-1], out=work("lower", *parts.gram.shape))
 
 
 def _rows_read(parts: Parts, after: bool) -> tuple[Tensor, Tensor]:
@@ -151,47 +162,60 @@ def _rows_read(parts: Parts, after: bool) -> tuple[Tensor, Tensor]:
     return parts.G[:, rows], parts.g[:, rows].unsqueeze(-1)
 
 
-def forward(
-    state: Tensor,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    form: Form,
-    dtype: torch.dtype,
-    extra: Extra = PLAIN,
-) -> tuple[Tensor | None, Saved]:
-    """Reads `[M, T, Do]` in the queries' dtype, and what backward needs; the end state is last."""
+@torch.library.custom_op(
+    "nestling::scan",
+    mutates_args=(),
+    schema=f"({GIVEN}, {EXTRA}, {FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Reads `[M, T, Do]` in the queries' dtype (empty without), end state, and the `Saved`."""
+    state, x, u, rate, retain, queries, home, share, *form = arguments
+    erase, after, chunk, recompute = form
+    dtype = compute_dtype(state, x, u, rate, retain, queries)
     (sequences, tokens, inner), out = x.shape, state.shape[-2]
-    erase, chunk = form.erase, form.chunk
     work = Workspace(x, dtype)
     starts = x.new_empty((-(-tokens // chunk) + 1, *state.shape), dtype=dtype)
     starts[0] = state
-    keep = sequences * tokens if erase and not form.recompute else 0
+    keep = sequences * tokens if erase and not recompute else 0
     errors = x.new_empty(keep * out, dtype=dtype)
     inverse = x.new_zeros(keep * chunk, dtype=dtype)
-    reads = None if queries is None else queries.new_empty(sequences, tokens, out)
+    reads = x.new_empty(0) if queries is None else queries.new_empty(sequences, tokens, out)
     for seg in segments(x, max(inner, out, chunk), chunk):
-        gates = (seg.cut(rate, "rate", work), seg.cut(retain, "retain", work))
-        parts = _prepare(seg.cut(x, "x", work), *gates, erase, extra.share, work)
+        eta, alpha = seg.cut(rate, "rate", work), seg.cut(retain, "retain", work)
+        decays = decay(alpha, work)
+        parts = _prepare(seg.cut(x, "x", work), eta, decays, erase, share, work)
         memory = starts[seg.first : seg.first + seg.chunks + 1]
         w = seg.cut(u, "u", work)
         if erase:
-            shape, square = (*parts.x.shape[:2], out), (parts.x.shape[0], seg.size, seg.size)
             if keep:
-                solved = _solve(parts, seg.stored(inverse, sequences, chunk, seg.size), work)
+                solved = seg.stored(inverse, sequences, chunk, seg.size)
                 room = seg.stored(errors, sequences, out, out)
             else:
-                solved = _solve(parts, work.zeros("solved", *square), work)
-                room = work("errors", *shape)
-            w = _recur(parts, solved, w, extra.home, memory, room, work)
+                solved = work.zeros("solved", *parts.gram.shape)
+                room = work("errors", *parts.x.shape[:2], out)
+            solved = unit_inverse(_lower(parts, work), solved, work)
+            w = _recur(parts, solved, w, home, memory, room, work)
         else:
             _accumulate(parts, w, memory)
-        if queries is not None and reads is not None:
+        if queries is not None:
             q = seg.cut(queries, "q", work)
-            seg.paste(_read(parts, q, w, memory[:-1].flatten(0, 1), form.after, work), reads)
-    return reads, Saved(starts, errors, inverse)
+            seg.paste(_read(parts, q, w, memory[:-1].flatten(0, 1), after, work), reads)
+    return reads, starts[-1].clone(), starts, errors, inverse
+
+
+@_scan.register_fake
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    state, x, _, _, _, queries, _, _, erase, _, chunk, recompute = given
+    dtype = compute_dtype(*given[:6])
+    (sequences, tokens, _), out = x.shape, state.shape[-2]
+    keep = sequences * tokens if erase and not recompute else 0
+    return (
+        x.new_empty(0) if queries is None else queries.new_empty(sequences, tokens, out),
+        state.new_empty(state.shape, dtype=dtype),
+        state.new_empty(((tokens + chunk - 1) // chunk + 1, *state.shape), dtype=dtype),
+        state.new_empty(keep * out, dtype=dtype),
+        state.new_empty(keep * chunk, dtype=dtype),
+    )
 
 
 def _accumulate(parts: Parts, u: Tensor, memory: Tensor) -> None:
@@ -297,7 +321,8 @@ def backward(
     todo = list(segments(x, max(inner, out, form.chunk), form.chunk))
     for seg in reversed(todo):
         eta, alpha = seg.cut(rate, "rate", work), seg.cut(retain, "retain", work)
-        parts = _prepare(seg.cut(x, "x", work), eta, alpha, form.erase, extra.share, work)
+        decays = decay(alpha, work)
+        parts = _prepare(seg.cut(x, "x", work), eta, decays, form.erase, extra.share, work)
         starts = saved.starts[seg.first : seg.first + seg.chunks].flatten(0, 1)
         values = _values(seg, u, starts, extra.home, work)
         w, solved = _again(parts, seg, u, values, starts, saved, form, work)
@@ -353,7 +378,8 @@ def _again(
     if not form.recompute:
         solved = seg.stored(saved.inverse, sequences, form.chunk, seg.size)
         return seg.stored(saved.errors, sequences, out, out), solved
-    solved = _solve(parts, work.zeros("solved", *parts.gram.shape), work)
+    room = work.zeros("solved", *parts.gram.shape)
+    solved = unit_inverse(_lower(parts, work), room, work)
     given = seg.cut(u, "u", work) if values is None else values.own
     surprise = work("surprise", *given.shape)
     torch.baddbmm(given, parts.seen, starts.mT, alpha=-1, out=surprise)
@@ -470,3 +496,79 @@ def _decay_back(parts: Parts, dG: Tensor, dg: Tensor, work: Workspace) -> Tensor
 
 def _dot(left: Tensor, right: Tensor, work: Workspace) -> Tensor:
     return torch.mul(left, right, out=work("dot", *left.shape)).sum(-1)
+
+
+@torch.library.custom_op(
+    "nestling::scan_backward",
+    mutates_args=(),
+    schema=f"(Tensor? dreads, Tensor? dstate, {GIVEN}, {EXTRA}, Tensor starts, Tensor errors,"
+    f" Tensor inverse, {FORM}, bool need_retain) -> Tensor[]",
+)
+def _scan_backward(dreads: Tensor | None, dstate: Tensor | None, *arguments: Any) -> list[Tensor]:
+    """Gradients of state, x, u, rate, retain, queries, home; empty where not needed."""
+    state, x, u, rate, retain, queries, home, share = arguments[:8]
+    saved, form, need_retain = Saved(*arguments[8:11]), Form(*arguments[11:15]), arguments[15]
+    dend = torch.zeros_like(saved.starts[-1]) if dstate is None else dstate
+    extra = Extra(share, home)
+    grads = backward(dreads, dend, x, u, rate, retain, queries, saved, form, need_retain, extra)
+    grads = grads._replace(state=grads.state.to(state.dtype))
+    return [x.new_empty(0) if grad is None else grad for grad in grads]
+
+
+@_scan_backward.register_fake
+def _(dreads: Tensor | None, dstate: Tensor | None, *given: Any) -> list[Tensor]:
+    state, x, u, rate, retain, queries, home, *_, need_retain = given
+    derived = (state, x, u, rate, retain if need_retain else None, queries, home)
+    none = x.new_empty(0)
+    return [torch.empty_like(none if tensor is None else tensor) for tensor in derived]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:8], *output[2:])
+    ctx.options = inputs[8:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dreads: Any, dstate: Any, *_: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    if saved[5] is None:
+        dreads = None
+    grads = _scan_backward(dreads, dstate, *saved, *ctx.options, ctx.needs_input_grad[4])
+    return (*only_needed(grads, ctx.needs_input_grad[:7]), *(None for _ in range(5)))
+
+
+differentiate_once(
+    _scan, _scan_backward, _setup, _backward,
+    "the chunked scan is differentiable once; for second derivatives use"
+    " scan(..., backend='chunk_autograd') or backend='naive'",
+)  # fmt: skip
+
+
+def scan_chunk(
+    state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None, *,
+    share: Tensor | None = None, home: Tensor | None = None, **options: Unpack[Options],
+) -> tuple[Tensor | None, Any]:  # fmt: skip
+    """The chunked scan (Eq. 90) with a hand-written backward pass, once differentiable.
+
+    With momentum it is the form that autograd differentiates. `share` [M] and `home` [M, Do, Di]
+    are the kernel's `Extra`, for one leading dimension and "dgd".
+    """
+    tensors = (state, x, u, rate, retain, queries)
+    if options["momentum"] is not None or isinstance(state, MomentumState):
+        return scan_chunk_autograd(*tensors, **options)
+    if 0 in (*x.shape, *u.shape):
+        return run_naive(*tensors, **options)
+    lead = x.shape[:-2]
+    derived = (*tensors, home)
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in derived)
+    size = math.prod(lead)
+    flat = [None if t is None else t.reshape(size, *t.shape[len(lead) :]) for t in tensors]
+    form = Form(
+        options["rule"] == "dgd",
+        options["read"] == "after",
+        min(options["chunk"], max(1, x.shape[-2])),
+        options["recompute"] or not needed,
+    )
+    reads, end, *_ = _scan(*flat, home, share, *form)
+    end = end.view(*lead, *end.shape[1:])
+    return (None if queries is None else reads.view(*lead, *reads.shape[1:])), end

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan, compute_dtype
+from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
+from nestling.scan.numerics import compute_dtype
 
 __all__ = ["run_naive", "scan_naive"]
 

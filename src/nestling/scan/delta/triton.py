@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nestling.scan.checks import Options
-from nestling.scan.delta.op import GIVEN
+from nestling.scan.delta.kernel import GIVEN
 from nestling.scan.opaque import differentiate_once, only_needed
 from nestling.scan.tiles import (
     DTYPES,

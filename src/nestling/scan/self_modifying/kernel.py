@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.scan.numerics import Workspace
 from nestling.scan.self_modifying.rule import Inputs, SelfRule
-from nestling.scan.workspace import Workspace
 
 __all__ = [
     "Run",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nestling.norm import unit
 from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
-from nestling.scan.delta.op import scan_chunk
+from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.opaque import differentiate_once, only_needed, opaque
 from nestling.scan.self_modifying.kernel import (
     Run,

@@ -1,22 +1,80 @@
-"""Pieces of the chunked scan that know nothing of memories: decay products and the unit inverse.
+"""The numerics that scans share: their dtype, scratch, decay products and the unit inverse.
 
-Both double: from blocks of size b to blocks of size 2b. Neither takes a logarithm nor divides, so a
-retain of 0 and a running product that underflows are exact, and every product is at most 1.
-They write into scratch, so they are for hand-written kernels only: autograd does not see them.
+`decay` and `unit_inverse` double: from blocks of size b to blocks of size 2b. Neither takes a
+logarithm nor divides, so a retain of 0 and a running product that underflows are exact, and every
+product is at most 1. They write into scratch, so they are for hand-written kernels only: autograd
+does not see them.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nestling.scan.workspace import Workspace
-
-__all__ = ["decay", "unit_inverse"]
+__all__ = ["Workspace", "compute_dtype", "decay", "unit_inverse"]
 
 _BASE = 8
 """Size of the diagonal blocks that `unit_inverse` inverts row by row."""
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The widest dtype among the inputs, at least float32: memories and solves live in it."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+class Workspace:
+    """Named scratch tensors that all segments of a call share, and two constants.
+
+    Fresh memory comes from where no cache holds it, which costs several times the arithmetic done
+    on it; so kernels write with `out=`, to the same place in every segment.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.device, self.dtype = like.device, dtype
+        self._buffers: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """Scratch of this shape; it holds whatever was last written under this name."""
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=self.dtype, device=self.device)
+            self._buffers[name] = buffer
+        self._last[name] = view = buffer[:size].view(shape)
+        return view
+
+    def zeros(self, name: str, *shape: int) -> Tensor:
+        """As above, zero on first use: for those who always write the same part, as triangles."""
+        name = f"{name} {shape}"
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return self._buffers[name]
+
+    def eye(self, size: int) -> Tensor:
+        """The unit matrix [C, C]."""
+        return self._constant("eye", size)
+
+    def above(self, size: int) -> Tensor:
+        """0 below the diagonal, -inf on and above it, [C, C]."""
+        return self._constant("above", size)
+
+    def _constant(self, name: str, size: int) -> Tensor:
+        key = f"{name} {size}"
+        if key not in self._last:
+            one = torch.eye(size, dtype=self.dtype, device=self.device)
+            self._last[key] = one if name == "eye" else torch.full_like(one, -torch.inf).triu_()
+        return self._last[key]
 
 
 def _power(size: int, least: int = 1) -> int:
@@ -71,7 +129,15 @@ def unit_inverse(lower: Tensor, out: Tensor, work: Workspace) -> Tensor:
     if size != chunk:
         lower = F.pad(lower, (0, size - chunk, 0, size - chunk))
         inverse = work.zeros("inverse", batch, size, size)
-    _diagonal(inverse).copy_(_small_inverse(_diagonal(lower), work))
+    blocks = _diagonal(lower)  # inverted row by row; batch last, so that rows are long
+    rows = work("rows", *blocks.shape).copy_(blocks)  # [b, b, Q, blocks]
+    small = work.zeros("small", *blocks.shape)
+    small.diagonal(dim1=0, dim2=1).fill_(1.0)
+    for i in range(1, _BASE):
+        terms = work("terms", i, i, *rows.shape[2:])
+        torch.mul(rows[i, :i, None], small[:i, :i], out=terms)
+        torch.sum(terms, 0, out=small[i, :i]).neg_()
+    _diagonal(inverse).copy_(small)
     half = _BASE
     while half < size:
         product, corner = work(f"corners {half}", 2, batch, half, half)
@@ -88,15 +154,3 @@ def _diagonal(matrix: Tensor) -> Tensor:
     """View of the diagonal blocks, batch last: `[b, b, Q, blocks]`."""
     tiles = matrix.unflatten(1, (-1, _BASE)).unflatten(3, (-1, _BASE))
     return tiles.diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
-
-
-def _small_inverse(blocks: Tensor, work: Workspace) -> Tensor:
-    """Substitution row by row; batch last, so that every operation runs over long rows."""
-    rows = work("rows", *blocks.shape).copy_(blocks)  # [b, b, Q, blocks]
-    inverse = work.zeros("small", *blocks.shape)
-    inverse.diagonal(dim1=0, dim2=1).fill_(1.0)
-    for i in range(1, rows.shape[0]):
-        terms = work("terms", i, i, *rows.shape[2:])
-        torch.mul(rows[i, :i, None], inverse[:i, :i], out=terms)
-        torch.sum(terms, 0, out=inverse[i, :i]).neg_()
-    return inverse
