@@ -185,8 +185,15 @@ def test_rates_that_are_tensors_of_one_element(name: str) -> None:
         run(model, MAKERS[name](model, lr=rate), 4)
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    with pytest.raises(ValueError, match="a tensor of one element"):
+    with pytest.raises(ValueError, match=r"Tensor lr must be 1-element.*a tensor of one element"):
         MAKERS[name](net(), lr=torch.tensor([0.1, 0.2]))
+
+
+def test_a_wrong_rate_is_named_before_the_parameters_as_in_torch() -> None:
+    two = torch.tensor([0.1, 0.2])
+    for make in (torch.optim.AdamW, M3, Muon, DeepMomentum):
+        with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+            make(None, lr=two)
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "Retaining"])  # has none

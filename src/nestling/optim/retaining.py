@@ -39,6 +39,7 @@ class Retaining(ExactState):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.inputs = require_capture(inputs)
+        check_rate(lr)
         defaults = {"lr": lr, "keep": keep, "chunk": chunk, "dtype": dtype, "position": 0}
         super().__init__(params, defaults)
 

@@ -78,8 +78,11 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 def check_rate(lr: float | Tensor) -> None:
     """Refuse a learning rate that is not one finite number of at least 0."""
-    single = not isinstance(lr, Tensor) or lr.numel() == 1
-    require("lr", lr, single, "a number, or a tensor of one element")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(
+            "Tensor lr must be 1-element: lr must be a number, or a tensor of one element, got"
+            f" {lr!r}"
+        )
     require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
 
 
@@ -140,6 +143,7 @@ class RuleOptimizer(ExactState, ABC):
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        check_rate(defaults["lr"])  # before the parameters, as torch's own do
         super().__init__(params, defaults)
 
     def kind(self, group: Group, parameter: Tensor) -> Any:
