@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -333,6 +334,44 @@ def test_all_state_is_contiguous(name: str) -> None:
     held, _ = tree_flatten([list(state.values()) for state in optimizer.state.values()])
     assert held
     assert all(v.is_contiguous() for v in held)
+
+
+class Turned(NamedTuple):
+    memory: torch.Tensor
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, laid out column by column."""
+    return x.mT.contiguous().mT
+
+
+def test_state_of_any_rule_is_kept_contiguous() -> None:
+    """A checkpoint sent from rank 0 reads memory as it lies: views would be scrambled."""
+
+    def init(weight: torch.Tensor) -> Turned:
+        return Turned(turned(torch.zeros_like(weight)))
+
+    def step(write, state, weight, gates):
+        memory = turned(0.9 * state.memory + write.grad)
+        return write._replace(grad=memory), Turned(memory)
+
+    model = net()
+    optimizer = compose(model.parameters(), rules.Rule(init, step), lr=0.01, foreach=False)
+
+    def contiguous() -> bool:
+        held = [v for state in optimizer.state.values() for v in state.values()]
+        return len(held) > 6 and all(v.is_contiguous() for v in held)
+
+    optimizer.create_state()
+    assert contiguous()
+    run(model, optimizer, 2)
+    assert contiguous()
+    saved = optimizer.state_dict()
+    matrix = saved["state"][0]["memory"]
+    saved["state"][0] = {**saved["state"][0], "memory": turned(matrix)}
+    optimizer.load_state_dict(saved)
+    assert contiguous()
+    assert torch.equal(optimizer.state_dict()["state"][0]["memory"], matrix)
 
 
 @every
