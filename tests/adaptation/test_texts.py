@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,104 @@ def test_a_poisoned_text_is_undone_within_five_percent():
     assert learner.score(phrase(1)) > mine + 0.3
     learner.undo("poison")
     assert learner.score(phrase(1)) == pytest.approx(mine, rel=0.05)
+
+
+def test_a_stream_that_spoils_what_was_known_is_refused():
+    """250 tokens without a name used to spoil a memory without an alarm."""
+    alarms = []
+    free, learner = (
+        nestling.adapt(tiny(), [8], rate=0.5, limits=Limits(forget=limit), on_alarm=alarms.append)
+        for limit in (math.inf, 0.3)
+    )
+    for each in (free, learner):
+        each.learn(phrase(1), name="mine")
+    mine, position = learner.score(phrase(1)), learner.position
+    free.learn(tokens(250, 9))
+    assert free.score(phrase(1)) > mine + 0.3
+    with pytest.warns(DriftWarning, match="loss of an earlier text.* rolled back to position"):
+        report = learner.learn(tokens(250, 9))
+    assert report.refused
+    assert alarms == report.alarms
+    assert learner.score(phrase(1)) == mine
+    assert learner.position == position
+    learner.learn(phrase(1))  # and goes on from the last good state
+    assert learner.score(phrase(1)) < mine
+
+
+def test_a_stream_is_judged_by_where_it_began_however_it_is_cut():
+    """Pieces that each spoil less than the limit do not add up to more."""
+    learner = nestling.adapt(tiny(), [8], rate=0.1, limits=Limits(forget=0.3))
+    learner.learn(phrase(1), name="mine")
+    probe = learner.probes[0]
+    known, rises, refused = learner.score(probe), [], 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftWarning)
+        for piece in tokens(1600, 9).split(16):
+            before = learner.score(probe)
+            refused += learner.learn(piece).refused
+            rises.append(learner.score(probe) - before)
+    assert refused
+    assert max(rises) < 0.3
+    assert learner.score(probe) <= known + 0.3
+    learner.new_text()  # the user goes on: another text, with a limit of its own
+    assert not learner.learn(phrase(1)).refused
+
+
+def test_a_text_of_the_users_own_is_watched(tmp_path):
+    """Who only streams has no earlier texts: what is watched is not learned, and guards."""
+    model, mine = tiny(), phrase(1)
+    learner = nestling.adapt(model, [8], rate=0.5, limits=Limits(forget=0.3))
+    learner.learn(mine)
+    assert not learner.learn(tokens(100, 8)).refused  # nothing to judge it by
+    learner.rollback(1)
+    before = learner(mine[None]).logits
+    loss = learner.watch(mine[:100])
+    assert loss == learner.score(mine[:100])
+    assert torch.equal(learner(mine[None]).logits, before)
+    learner.save(tmp_path)
+    again = nestling.load_learner(model, tmp_path, limits=Limits(forget=0.3))
+    for each in (learner, again):
+        with pytest.warns(DriftWarning, match="loss of a text that is watched"):
+            assert each.learn(tokens(250, 9)).refused
+        with pytest.warns(DriftWarning, match="watched.*the text 'poison' is not learned"):
+            assert each.learn(tokens(250, 9), name="poison").refused
+        assert each.score(mine[:100]) == pytest.approx(loss, abs=1e-6)
+        for seed in range(9):  # texts come and go, what is watched stays
+            each.limits = Limits(forget=math.inf)
+            each.learn(phrase(seed, 30), name=str(seed), passes=1)
+        assert torch.equal(each.probes[0], mine[:100])
+        assert len(each.probes) == 9
+    for _ in range(7):
+        learner.watch(mine)
+    with pytest.raises(ValueError, match="at most 8 texts can be watched"):
+        learner.watch(mine)
+    learner.reset()
+    assert not learner.watched
+    assert not learner.probes
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        learner.watch(mine[:1])
+
+
+@pytest.mark.parametrize(
+    "probes", [(torch.zeros(3, 4).long(),), (torch.zeros(5),), (None,), torch.zeros(5).long()]
+)
+def test_a_memory_with_texts_that_are_none_is_refused(tmp_path, probes):
+    """A right checksum, but what should be token ids is not: learning used to fail later."""
+    from nestling.adaptation import memory_files
+    from nestling.files import load_state, save_state
+
+    model = tiny()
+    learner = nestling.adapt(model, [8], rate=0.1)
+    learner.learn(phrase(1), name="mine")
+    learner.save(tmp_path)
+    where = tmp_path, memory_files.NAME, memory_files.KIND
+    tree, facts = load_state(*where, memory_files._types(learner.continuum))
+    save_state(*where, tree._replace(probes=probes), facts)
+    with pytest.raises(ValueError, match=r"not token ids|no list of texts"):
+        nestling.load_learner(model, tmp_path)
+    save_state(*where, tree, facts | {"watched": 2})
+    with pytest.raises(ValueError, match="its texts and its description do not agree"):
+        nestling.load_learner(model, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -123,13 +123,16 @@ class Learner:
         self.state: ContinuumState = continuum.init()
         self.history: deque[LevelUpdate] = deque(maxlen=4096)
         self.texts: list[Text] = []
-        self.probes: list[Tensor] = []
+        self.probes: list[Tensor] = []  # the first `watched` are the user's, the others texts'
+        self.watched = 0
         self.notes: Any = None  # what was saved beside the memory
         self._snapshots = Snapshots(snapshots)
         self._move_share, self._budget = move_share, budget
         self._norms = base_norms(continuum)
         self._last: dict[str, LevelUpdate] = {}
         self._begun: tuple[str, ContinuumState] | None = None
+        self._known: list[float] | None = None  # losses of held-out text where the stream began
+        self._moved = False  # something was learned since held-out text was last looked at
         self.continuum.confine = trust_region(continuum, self._norms, self.limits)
 
     # What it is
@@ -280,7 +283,9 @@ class Learner:
         it is short (`passes`), the report has its loss before and after, it can be undone by its
         name, and it is refused if it spoils what was known before. Token ids and iterators without
         a name are a stream that goes on where the last call ended, so it may be cut into calls
-        anywhere; `new_text` begins another. `progress(tokens, report)` is called as it goes.
+        anywhere; `new_text` begins another. What spoils more than the limit since the stream began
+        is refused, back to the last state that did not. `progress(tokens, report)` is called as it
+        goes.
         """
         if passes is not None and (isinstance(passes, bool) or passes < 1):
             raise ValueError(f"passes must be None or a whole number of at least 1; got {passes!r}")
@@ -303,6 +308,21 @@ class Learner:
     def new_text(self) -> None:
         """Begin a new text, which has nothing to do with what was read; the memory stays."""
         self.state = self.continuum.new_context(self.state)
+        self._known = None
+
+    def watch(self, source: Tensor | str | list[int]) -> float:
+        """Watch the loss of a text of the user's own, which is not learned; returns that loss.
+
+        Texts and streams that raise it by more than `limits.forget` are refused from here on. At
+        most 512 tokens of it are kept, in saved memories too; `reset` forgets it.
+        """
+        ids = self._ids(source)[:PIECE].cpu()
+        if self.watched == PROBES:
+            raise ValueError(f"at most {PROBES} texts can be watched; `reset` forgets them")
+        loss = self.score(ids)
+        self.probes.insert(self.watched, ids)
+        self.watched, self._known = self.watched + 1, None
+        return loss
 
     def begin_text(self, name: str, *, go_on: bool = False) -> None:
         """Begin one text, which lasts until `end_text`; `learn(text)` calls both.
@@ -333,20 +353,25 @@ class Learner:
             nothing = torch.zeros_like(filler, dtype=torch.bool)
             if filler.shape[1]:
                 out = self.continuum(filler, self.state, learn=nothing, keep_logits=False)
-                self._take(out, Report() if report is None else report)
+                report = Report() if report is None else report
+                self._take(out, report)
+                self._look(report)
         self.new_text()
 
     def end_text(self, ids: Tensor, report: Report | None = None) -> Alarm | None:
         """Keep the text that was begun, or refuse it if it spoils what was known before it."""
         if self._begun is None or self.begun is None:
             raise ValueError("no text was begun; call begin_text first")
-        if alarm := self._forgotten(self._begun[1]):
+        now, self.state = self.state, self._begun[1]
+        known, self.state = self._held_out(), now
+        if alarm := self._forgotten(known):
             self._refuse(alarm, Report() if report is None else report)
             return alarm
         self.texts = [*self.texts, self.begun][-UNDO:]
-        self._begun = None
+        self._begun = self._known = None
         middle = max(len(ids) - PROBE, 0) // 2
-        self.probes = [*self.probes, ids[middle : middle + PROBE].cpu()][-PROBES:]
+        mine, others = self.probes[: self.watched], self.probes[self.watched :]
+        self.probes = mine + [*others, ids[middle : middle + PROBE].cpu()][-PROBES:]
         self._snapshots.add(self.state)
         return None
 
@@ -378,6 +403,8 @@ class Learner:
         self, source: Iterator[Tensor], report: Report, note: Callable[[], None]
     ) -> None:
         self._snapshots.add(self.state)
+        if self._begun is None and self._known is None:
+            self._known, self._moved = self._held_out(), False
         waiting = torch.zeros(0, dtype=torch.long)
         for piece in source:
             waiting = torch.cat([waiting, check_range(piece.cpu(), self._vocabulary)])
@@ -389,6 +416,7 @@ class Learner:
                 return
         if len(waiting):
             self._learn_piece(waiting, report)
+        self._look(report)
 
     def _pieces(self, source: Any, begin: bool) -> Iterator[Tensor]:
         return pieces(source, self.tokenizer, begin=begin)
@@ -427,7 +455,19 @@ class Learner:
         made = self._take(out, report)
         slowest = max((lv for lv in self.levels if lv.active), key=_chunk, default=None)
         if slowest and any(update.level == slowest.name for update in made):
-            self._snapshots.add(self.state)
+            self._look(report)
+            if not report.refused:
+                self._snapshots.add(self.state)
+
+    def _look(self, report: Report) -> None:
+        """Refuse what a stream has learned if it spoilt what was known where the stream began.
+
+        Texts are judged as a whole, when they end.
+        """
+        if self._begun is None and self._known is not None and self._moved and not report.refused:
+            self._moved = False
+            if alarm := self._forgotten(self._known):
+                self._refuse(alarm, report)
 
     def _take(self, out: Any, report: Report) -> list[LevelUpdate]:
         """Take over what a call has learned; with an alarm, nothing of it."""
@@ -440,7 +480,7 @@ class Learner:
         if alarm := find_alarm(made, self.limits):
             self._refuse(alarm, report)
             return []
-        self.state = state
+        self.state, self._moved = state, self._moved or bool(made)
         report.updates += made
         self.history.extend(made)
         self._last |= {update.level: update for update in made}
@@ -456,24 +496,22 @@ class Learner:
         if self.on_alarm is not None:
             self.on_alarm(alarm)
 
-    def _forgotten(self, before: ContinuumState) -> Alarm | None:
-        """Whether learning since `before` raised the loss of held-out text past the limit."""
+    def _held_out(self) -> list[float]:
+        """The losses that may not rise: of the model's own text (natural steps), of each probe."""
         if math.isinf(self.limits.forget):
-            return None
-        after, rises = self.state, []
-        for state, sign in ((before, -1.0), (after, 1.0)):
-            self.state = state
-            known = [self.score(ids) for ids in self.probes if len(ids) > 1]
-            own = self._own_or_nan()
-            rises.append([sign * loss for loss in ([own] if own == own else []) + known])
-        for place, (old, new) in enumerate(zip(*rises, strict=True)):
-            rise = new + old
-            mine = place == 0 and self._budget is not None
-            measure = "the model's own text" if mine else "an earlier text"
-            if not rise <= self.limits.forget:
-                return Alarm(
-                    self.position, "all", f"rise of the loss of {measure}", rise, self.limits.forget
-                )
+            return []
+        own = [] if self._budget is None else [self.own_loss()]
+        return own + [self.score(ids) for ids in self.probes if len(ids) > 1]
+
+    def _forgotten(self, known: list[float]) -> Alarm | None:
+        """Whether learning raised a loss of held-out text past the limit, from what was known."""
+        own = int(self._budget is not None)
+        whose = own * ["the model's own text"] + self.watched * ["a text that is watched"]
+        for place, (old, new) in enumerate(zip(known, self._held_out(), strict=True)):
+            if not (rise := new - old) <= self.limits.forget:
+                text = whose[place] if place < len(whose) else "an earlier text"
+                measure = f"rise of the loss of {text}"
+                return Alarm(self.position, "all", measure, rise, self.limits.forget)
         return None
 
     def _own_or_nan(self) -> float:
@@ -526,7 +564,7 @@ class Learner:
     def rollback(self, which: int | str = 1) -> None:
         """Return to a snapshot by name, or to the n-th last that differs from now, bit for bit."""
         self.state = self._snapshots.get(which, self.state)
-        self._last = {}
+        self._last, self._known = {}, None
 
     def undo(self, name: str | None = None) -> str:
         """Take back what one text changed: the last one, or by name; returns its name.
@@ -551,16 +589,17 @@ class Learner:
             for each in later
             if after is not None
         ]
-        self._last = {}
+        self._last, self._known = {}, None
         return text.name
 
     def reset(self, level: str | None = None) -> None:
         """Forget everything, or (by name) what one level has learned."""
+        self._known = None
         if level is None:
             self.state = self.continuum.init()
             self._snapshots.clear()
             self.history.clear()
-            self.texts, self.probes, self._last = [], [], {}
+            self.texts, self.probes, self.watched, self._last = [], [], 0, {}
             return
         number = self._number(level)
         fresh = self.continuum.init().levels[number]
@@ -605,8 +644,8 @@ class Learner:
         """Take over a saved memory, and return its notes; nothing changes unless all is right."""
         saved = memory_files.load(Path(folder), self)
         self.state, self.notes = _revived(self.continuum, saved.state), saved.notes
-        self.texts, self.probes = saved.texts, saved.probes
-        self._begun = None
+        self.texts, self.probes, self.watched = saved.texts, saved.probes, saved.watched
+        self._begun = self._known = None
         if saved.begun is not None:
             self._begun = saved.begun.name, _with(self.state, saved.begun.before)
         if saved.own is not None:

@@ -61,6 +61,7 @@ class Saved(NamedTuple):
     state: ContinuumState
     own: Tensor | None
     probes: list[Tensor]
+    watched: int  # of the probes: the user's own, the first ones
     texts: list[Text]
     begun: Text | None  # the text that was being learned
     history: list[LevelUpdate]
@@ -91,6 +92,7 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
         "history": [list(update) for update in learner.history],
         "texts": [text.name for text in texts],
         "begun": learner.begun is not None,
+        "watched": learner.watched,
         "notes": notes,
     }
     try:
@@ -130,6 +132,8 @@ def load(folder: Path, learner: Learner) -> Saved:
     _check_shapes(folder, state, learner.continuum)
     if state.position != facts["position"]:
         raise BrokenFileError(f"{folder}: its tensors and its description do not agree")
+    if facts["watched"] > len(tree.probes):
+        raise BrokenFileError(f"{folder}: its texts and its description do not agree")
     _check_texts(folder, tree, facts["texts"], learner)
     tree = state_to(tree, device=learner.device)
     exact = state.levels[0].seen.dtype
@@ -137,7 +141,8 @@ def load(folder: Path, learner: Learner) -> Saved:
     texts = [Text(name, parts) for name, parts in zip(facts["texts"], before, strict=True)]
     probes = [ids.cpu() for ids in tree.probes]
     begun = texts.pop() if facts["begun"] and texts else None
-    return Saved(tree.state, tree.own, probes, texts, begun, history, facts["notes"])
+    watched = facts["watched"]
+    return Saved(tree.state, tree.own, probes, watched, texts, begun, history, facts["notes"])
 
 
 def _must_be_there(folder: Path) -> None:
@@ -156,6 +161,7 @@ _FACTS = {
     "history": [list],
     "texts": [str],
     "begun": bool,
+    "watched": int,
     "notes": object,
 }
 
@@ -163,6 +169,7 @@ _FACTS = {
 def _check_facts(folder: Path, facts: dict[str, Any]) -> None:
     """Refuse a description of another form, or larger than any memory's."""
     facts.setdefault("begun", False)  # memories of early versions do not say
+    facts.setdefault("watched", 0)
     expect(facts, _FACTS, f"{folder}: not a memory")
     chunks = expect(facts["settings"].get("chunks"), list, f"{folder}: its chunks")
     if not 1 <= len(chunks) <= LEVELS:
@@ -221,10 +228,14 @@ def _check_parts(folder: Path, fasts: Any, number: int, continuum: Continuum) ->
 def _check_texts(folder: Path, tree: MemoryTree, names: list[Any], learner: Learner) -> None:
     """Refuse texts, and what they changed, that this memory cannot have."""
     known = int(learner.config.vocab_size)
-    for ids in (tree.own, *tree.probes):
-        if ids is not None and (
-            ids.dtype != torch.int64 or not bool(((ids >= 0) & (ids < known)).all())
-        ):
+    if not isinstance(tree.probes, tuple):
+        raise BrokenFileError(f"{folder}: its probes are no list of texts")
+    for ids, rows in [(tree.own, 2), *((ids, 1) for ids in tree.probes)]:
+        if ids is None and rows == 2:
+            continue
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != rows:
+            raise BrokenFileError(f"{folder}: holds texts that are not token ids")
+        if not bool(((ids >= 0) & (ids < known)).all()):
             raise BrokenFileError(f"{folder}: holds tokens this model does not know")
     if len(names) != len(tree.before):
         raise BrokenFileError(f"{folder}: its texts and its description do not agree")
