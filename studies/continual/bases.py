@@ -140,7 +140,7 @@ def _minilm() -> tuple[Any, Any]:
     folder = Path(found.origin).parent / "model"
     return (
         BertModel.from_pretrained(folder, local_files_only=True),
-        AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
     )
 
 

@@ -65,4 +65,5 @@ def load_base(plan: Recipe, folder: Path) -> Base:
     if model is None:  # weights of another version of the model
         shutil.rmtree(folder)
         return load_base(plan, folder)
-    return Base(name="hope", model=model, tokenizer=AutoTokenizer.from_pretrained(folder / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", trust_remote_code=False)
+    return Base(name="hope", model=model, tokenizer=tokenizer)

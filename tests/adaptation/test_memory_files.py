@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 import subprocess
@@ -15,8 +16,8 @@ from tiny_models import tiny
 
 import nestling
 from nestling import rules
-from nestling.adaptation import load_learner
-from nestling.files import BrokenFileError
+from nestling.adaptation import load_learner, memory_files
+from nestling.files import BrokenFileError, load_state, save_state
 
 OPTIONS = {"chunks": [8, 16, 32], "rate": 0.1}
 
@@ -171,6 +172,72 @@ def test_a_form_that_names_other_types_is_refused(tmp_path, learner):
     for form in forms:
         save_tree(tmp_path, "memory", tensors, {**meta, "is": form})
         refused(learner, tmp_path, BrokenFileError, "memory|do not agree")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"settings": []},
+        {"settings": {"chunks": [8] * 65}},
+        {"settings": {"chunks": ["x"]}},
+        {"texts": 3},
+        {"texts": [3]},
+        {"history": 3},
+        {"history": [[1, 2]]},
+        {"levels": None},
+        {"model": []},
+        {"begun": 1},
+        {"position": True},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_facts_of_another_form_are_refused(tmp_path, learner, facts):
+    """Right checksums over a description that no memory has."""
+    learner.save(tmp_path)
+    where = tmp_path, memory_files.NAME, memory_files.KIND
+    tree, found = load_state(*where, memory_files._types(learner.continuum))
+    save_state(*where, tree, found | facts)
+    for load in (learner.load, lambda folder: nestling.load_learner(learner.model, folder)):
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            load(tmp_path)
+
+
+def _first(change):
+    """A change of the first level's first difference."""
+
+    def changed(tree):
+        level = tree.state.levels[0]
+        level = level._replace(fast=(change(level.fast[0]), *level.fast[1:]))
+        return tree._replace(state=tree.state._replace(levels=(level, *tree.state.levels[1:])))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _first(lambda fast: fast * math.nan),
+        _first(lambda fast: fast + math.inf),
+        _first(lambda fast: fast.double()),
+        _first(lambda fast: fast[..., 1:]),
+        _first(lambda fast: fast.expand(2, *fast.shape[1:]).clone()),
+        lambda tree: tree._replace(state=tree.state._replace(levels=tree.state.levels[1:])),
+        lambda tree: tree._replace(state=tree.state._replace(start=None)),
+        lambda tree: tree.state,
+    ],
+    ids=["nan", "inf", "type", "shape", "batch", "levels", "missing", "another tree"],
+)
+def test_content_that_no_memory_has_is_refused(tmp_path, learner, change):
+    """Right checksums over numbers that are none, other types, sizes and parts."""
+    learner.save(tmp_path)
+    where = tmp_path, memory_files.NAME, memory_files.KIND
+    tree, found = load_state(*where, memory_files._types(learner.continuum))
+    save_state(*where, change(tree), found)
+    before = learner(tokens(20, 9)[None]).logits
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        learner.load(tmp_path)
+    assert torch.equal(learner(tokens(20, 9)[None]).logits, before)
 
 
 def test_custom_rules_need_to_be_given_again(tmp_path):

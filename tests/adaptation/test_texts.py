@@ -15,10 +15,11 @@ from tiny_models import tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import nestling
-from nestling.adaptation import DriftWarning, Limits
+from nestling.adaptation import DriftWarning, Limits, memory_files
 from nestling.adaptation.metric import measure_metric
 from nestling.adaptation.own_text import own_texts, sample_text
 from nestling.continuum.fast import Reading
+from nestling.files import load_state, save_state
 from nestling.losses import pair_losses
 
 
@@ -306,9 +307,6 @@ def test_a_text_of_the_users_own_is_watched(tmp_path):
 )
 def test_a_memory_with_texts_that_are_none_is_refused(tmp_path, probes):
     """A right checksum, but what should be token ids is not: learning used to fail later."""
-    from nestling.adaptation import memory_files
-    from nestling.files import load_state, save_state
-
     model = tiny()
     learner = nestling.adapt(model, [8], rate=0.1)
     learner.learn(phrase(1), name="mine")

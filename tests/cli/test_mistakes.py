@@ -52,6 +52,23 @@ def test_a_line_that_ends_otherwise_is_counted(ended, said):
     assert bool(mistakes.wrong(*ended)) == bool(said)
 
 
+@pytest.mark.parametrize("line", [["train"], ["train", "huge"], ["cost", "tiny", "--rows", "x"]])
+def test_what_argparse_and_what_we_find_is_one_line(line, capsys):
+    assert main(line) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert said.err.startswith(f"nestling {line[0]}: ")
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_learning(folder, capsys):
+    """It used to fail after learning, and the corrected command learned everything twice."""
+    line = ["learn", str(folder / "model"), "--from", str(folder / "text.txt"), "--memory"]
+    assert main([*line, str(folder / "new"), "--out", str(folder / "nodir" / "x.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert not (folder / "new").exists()
+
+
 def test_an_empty_task_is_named(capsys):
     assert main(["eval", "nowhere", "--tasks", ""]) == 2
     assert "--tasks names tasks" in capsys.readouterr().err

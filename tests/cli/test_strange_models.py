@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -17,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from nestling.adaptation import load_pretrained
 from nestling.adaptation.pretrained import check_gguf, load_llama2c, load_llama2c_tokenizer
 from nestling.cli import main
-from nestling.models import NestlingForCausalLM, presets
+from nestling.models import NestlingConfig, NestlingForCausalLM, presets
 from nestling.models.tokenizer import byte_tokenizer
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -79,8 +82,34 @@ def test_weights_of_another_shape_or_not_finite_are_refused(model):
     refused(model, f"{name} holds a number that is not finite")
 
 
+def test_a_buffer_that_is_not_finite_is_refused(tmp_path):
+    """Natural steps divide by second moments, which are saved as buffers."""
+    levels = [{"name": "fast", "chunk": 4, "rate": 0.5}]
+    sizes = {**SIZES, "vocab_size": 259, "intermediate_size": 8}
+    made = NestlingForCausalLM(
+        NestlingConfig(mixer="deltanet", levels=levels, natural=True, **sizes)
+    )
+    moments = [key for key, _ in made.named_buffers() if key in made.state_dict()]
+    assert moments
+    made.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    load_pretrained(tmp_path)
+    change_weights(tmp_path, lambda weights: weights[moments[0]].fill_(torch.nan))
+    refused(tmp_path, f"{moments[0]} holds a number that is not finite")
+
+
 def test_eval_never_prints_a_loss_that_is_none(model, tmp_path, capsys):
-    change_weights(model, lambda w: w.update({"model.norm.weight": torch.full((16,), torch.inf)}))
+    """Every weight is finite, what they make is not."""
+
+    def enlarge(weights):
+        for key, weight in weights.items():
+            if weight.dim() == 2 and not any(part in key for part in ("mixer", "embed", "lm_head")):
+                weight.fill_(1e17)
+
+    change_weights(model, enlarge)
+    loaded, _ = load_pretrained(model)
+    assert not torch.isfinite(loaded(torch.tensor([[1, 2]])).logits).all()
+    capsys.readouterr()
     (tmp_path / "text.txt").write_text("some words to read")
     assert main(["eval", str(model), str(tmp_path / "text.txt")]) == 2
     said = capsys.readouterr()
@@ -91,13 +120,16 @@ def test_eval_never_prints_a_loss_that_is_none(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"vocab_size": -1}, "vocab_size must be from 0"),
         ({"num_hidden_layers": 300_000}, "num_hidden_layers must be from 0 to 2048"),
         ({"num_hidden_layers": 2000}, "but its files hold"),
         ({"hidden_size": 1 << 19}, "but its files hold"),
         ({"vocab_size": 1 << 24}, "but its files hold"),
-        ({"vocab_size": -1}, "vocab_size must be from 0"),
         ({"hidden_size": "16"}, "hidden_size must be from 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be from 0"),
+        ({"model_type": "gpt2", "n_layer": 300_000}, "n_layer must be from 0 to 2048"),
+        ({"text_config": {"num_hidden_layers": 300_000}}, "text_config.num_hidden_layers must be"),
+        ({"levels": [{"name": "a", "chunk": 1}] * 300}, "at most 64 levels; got 300"),
         ({"model_type": "unheard_of"}, "cannot load a model"),
     ],
     ids=str,
@@ -105,6 +137,16 @@ def test_eval_never_prints_a_loss_that_is_none(model, tmp_path, capsys):
 def test_a_configuration_cannot_ask_for_more_than_the_folder_holds(model, fields, said):
     change_config(model, **fields)
     refused(model, said)
+
+
+def test_describe_builds_nothing_that_is_not_sensible(model, capsys):
+    change_config(model, num_hidden_layers=300_000)
+    assert main(["describe", str(model)]) == 2
+    assert "num_hidden_layers must be from 0 to 2048; got 300000" in capsys.readouterr().err
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert main(["describe", str(model)]) == 2
+    assert "not a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -122,27 +164,121 @@ def test_nested_json_is_refused(model):
     refused(model, "not a JSON file")
 
 
-def test_a_models_own_code_runs_only_when_trusted(model, tmp_path):
-    mark = tmp_path / "ran"
-    (model / "own.py").write_text(
-        f"open({str(mark)!r}, 'w').close()\n"
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "class Own(LlamaConfig): model_type = 'own'\n"
-        "class OwnLM(LlamaForCausalLM): config_class = Own\n"
+OWN = """
+open({mark!r}, 'a').close()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class Own(LlamaConfig): model_type = 'own'
+class OwnLM(LlamaForCausalLM): config_class = Own
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+def bring_code(folder: Path, kind: str) -> Path:
+    """Let a folder come with Python code; returns the file that exists once that has run."""
+    mark = folder.parent / "ran"
+    (folder / "own.py").write_text(OWN.format(mark=str(mark)))
+    code = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM", "AutoModel": "own.OwnLM"}
+    if kind == "tokenizer":  # the configuration is as it should be
+        path = folder / "tokenizer_config.json"
+        own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    elif kind == "model":
+        change_config(folder, model_type="own", auto_map=code)
+    else:  # a configuration transformers knows, of no language model it knows
+        change_config(folder, model_type=kind, auto_map=code)
+    return mark
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path) -> list[str]:
+    """The questions that were asked on standard input; whoever asks is told yes."""
+    from transformers import dynamic_module_utils
+
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda said="": questions.append(said) or "y")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return questions
+
+
+@pytest.mark.parametrize("kind", ["model", "tokenizer", "clip_text_model"])
+def test_a_models_own_code_never_runs_untrusted(model, kind, asked, capsys):
+    mark = bring_code(model, kind)
+    refused(model, "code")
+    memory = str(model.parent / "memory")
+    text = model.parent / "text.txt"
+    text.write_text("some words to read")
+    lines = [
+        ["generate", str(model)],
+        ["eval", str(model), str(text)],
+        ["learn", str(model), "--from", str(text), "--memory", memory],
+    ]
+    if kind == "tokenizer":  # which only training reads without the model
+        lines.append(["train", "tiny", "--out", memory, f"data.tokenizer={model}"])
+    else:
+        lines.append(["describe", str(model)])
+    for line in lines:  # AutoModel knows a CLIPTextModel of its own, which is shown
+        assert main(line) == 2 or (line[0] == "describe" and kind != "model"), line
+    assert not asked
+    assert not mark.exists()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_tokenizers_code_beside_a_gguf_never_runs_untrusted(model, asked):
+    pytest.importorskip("gguf")
+    path = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("fuzz_of_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    fuzz = sys.modules["fuzz_of_models"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fuzz)
+    mark = bring_code(model, "tokenizer")
+    fuzz.make_gguf(model)
+    with contextlib.suppress(ValueError):
+        load_pretrained(model / "m.gguf")
+    assert not asked
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
+def test_a_models_own_code_runs_when_trusted(model, kind, asked):
+    """So what the tests above refuse would have run."""
+    mark = bring_code(model, kind)
+    with contextlib.suppress(ValueError):  # its weights are another model's
+        load_pretrained(model, trust_remote_code=True)
+    assert mark.exists()
+    assert not asked
+
+
+def test_nobody_is_asked_on_standard_input(model):
+    """The whole command in a process of its own, with a yes waiting on standard input."""
+    mark = bring_code(model, "model")
+    done = subprocess.run(
+        [sys.executable, "-m", "nestling.cli", "generate", str(model), "--prompt", "-"],
+        input="y\nhello\n",
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    code = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}
-    change_config(model, model_type="own", auto_map=code)
-    for command in (["generate", str(model), "--prompt", "-"], ["describe", str(model)]):
-        done = subprocess.run(
-            [sys.executable, "-m", "nestling.cli", *command],
-            input="y\nhello\n",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 2, done.stderr
-        assert "Traceback" not in done.stderr
-        assert not mark.exists()
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not mark.exists()
+
+
+def test_every_loader_says_whether_code_may_run():
+    """`Auto*.from_pretrained` and `from_config` ask on standard input when nothing is said."""
+    root = Path(__file__).parents[2]
+    silent = []
+    for path in [*(root / "src").rglob("*.py"), *(root / "studies").rglob("*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            whose = call.func.value
+            auto = isinstance(whose, ast.Name) and whose.id.startswith("Auto")
+            said = {keyword.arg for keyword in call.keywords}
+            asks = auto and call.func.attr in ("from_pretrained", "from_config")
+            if asks and not said & {"trust_remote_code", None}:  # None: pretrained.py's **options
+                silent.append(f"{path.relative_to(root)}:{call.lineno}")
+    assert not silent
 
 
 # llama2.c and GGUF

@@ -160,6 +160,12 @@ def test_a_model_is_kept_whole_or_not_at_all(tmp_path):
     found = kept_model(tmp_path / "m")
     assert found is not None
     assert torch.equal(found(input_ids=ids).logits, model(input_ids=ids).logits)
+    seal = next(path for path in (tmp_path / "m").iterdir() if b'"seed"' in path.read_bytes())
+    said = seal.read_bytes()
+    seal.unlink()  # killed before it was whole
+    assert kept_model(tmp_path / "m") is None
+    seal.write_bytes(said)
+    assert kept_model(tmp_path / "m") is not None
     weights = next((tmp_path / "m").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-10])
     assert kept_model(tmp_path / "m") is None

@@ -151,7 +151,7 @@ def test_too_small_corpora_are_named(tmp_path):
 
 def test_a_packed_corpus_is_verified_and_leaves_nothing_behind(tmp_path):
     """Bits, ids beyond the vocabulary, cuts; and what a killed process half made is removed."""
-    from nestling.files import BrokenFileError, read_manifest
+    from nestling.files import BrokenFileError, read_manifest, write_manifest
     from nestling.models.tokenizer import byte_tokenizer
     from nestling.train.corpus import Corpus
     from nestling.train.packed import PackedCorpus, prepare
@@ -180,6 +180,12 @@ def test_a_packed_corpus_is_verified_and_leaves_nothing_behind(tmp_path):
         path.unlink()
         path.write_bytes(whole)
     assert PackedCorpus.open(made.folder).documents == 1
+    parts, facts = read_manifest(made.folder, "packed")
+    for bad in ([], {}, {**facts, "dtype": "<U2"}, {**facts, "tokens": -1}, {**facts, "x": 1}):
+        write_manifest(made.folder, "packed", parts, bad)
+        with pytest.raises(BrokenFileError):
+            PackedCorpus.open(made.folder)
+    write_manifest(made.folder, "packed", parts, facts)
     beyond = dataclasses.replace(made, vocab_size=3)
     with pytest.raises(BrokenFileError, match="beyond the vocabulary of 3"):
         beyond._verify(read_manifest(made.folder, "packed").parts)

@@ -154,12 +154,15 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     first = start(out, "run.steps=100000")
     while first.poll() is None and not checkpoints(out / "checkpoints"):
         time.sleep(0.05)
-    code, said = finish(start(out, "run.steps=100000"))
-    assert code == 2, said
-    assert f"{out} is in use by process {first.pid}" in said
-    assert len(said.splitlines()) == 1
-    first.send_signal(signal.SIGTERM)
-    assert finish(first)[0] == 143
+    try:
+        code, said = finish(start(out, "run.steps=1"))  # which is over at once if it may run
+        assert code == 2, said
+        assert f"{out} is in use by process {first.pid}" in said
+        assert len(said.splitlines()) == 1
+        first.send_signal(signal.SIGTERM)
+        assert finish(first)[0] == 143
+    finally:
+        first.kill()
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,13 @@ def _types(continuum: Continuum) -> dict[str, type]:
 
 def _check_shapes(folder: Path, state: ContinuumState, continuum: Continuum) -> None:
     for number, level in enumerate(state.levels):
-        for fasts in (level.fast, level.sums):
+        for fasts in (level.fast, level.sums, level.start, level.outer):
             _check_parts(folder, fasts, number, continuum)
+        for name, leaf in tree_leaves((level.fast, level.start)):
+            if leaf.dtype not in (level.seen.dtype, torch.float32):
+                raise BrokenFileError(
+                    f"{folder}: level {number}: {name} is {leaf.dtype}, not {level.seen.dtype}"
+                )
 
 
 def _check_parts(folder: Path, fasts: Any, number: int, continuum: Continuum) -> None:

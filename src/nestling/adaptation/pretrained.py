@@ -26,9 +26,16 @@ from transformers import (
 )
 
 from nestling import pretrained as shipped
+from nestling.adaptation.memory_files import LEVELS
 from nestling.files import BrokenFileError, check_finite, expect, open_regular, read_json
 
-__all__ = ["check_gguf", "load_llama2c", "load_llama2c_tokenizer", "load_pretrained"]
+__all__ = [
+    "check_config",
+    "check_gguf",
+    "load_llama2c",
+    "load_llama2c_tokenizer",
+    "load_pretrained",
+]
 
 _HEADER = struct.Struct("<7i")  # dim, hidden, layers, heads, kv_heads, vocabulary, context
 SPACE = "\u2581"
@@ -89,7 +96,7 @@ def _load(
             if keys:
                 more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
                 raise ValueError(f"{said} {', '.join(keys[:3])}{more}")
-        for key, weight in model.named_parameters():
+        for key, weight in model.state_dict().items():  # natural steps keep theirs in buffers
             check_finite(weight, key)
     elif missing:
         fresh = type(model)(model.config).state_dict()
@@ -107,30 +114,47 @@ def _check_folder(folder: Path, trust: bool) -> None:
             size = os.fstat(file.fileno()).st_size
         if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
             weights += size
-    found = expect(read_json(folder / "config.json", 16 << 20)[0], dict, "config.json")
+    found = check_config(folder)
     if "auto_map" in found and not trust and found.get("model_type") not in CONFIG_MAPPING:
         raise ValueError("it comes with Python code of its own, which runs only when trusted")
-    for key, most in _MOST.items():
-        value = found.get(key)
-        if value is not None and (type(value) is not int or not 0 <= value <= most):
-            raise ValueError(f"config.json: {key} must be from 0 to {most}; got {str(value)[:40]}")
     if trust:
         return
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    count = sum(p.numel() for p in skeleton.parameters())
     if count > 8 * weights + (1 << 20):
         raise ValueError(f"it declares {count:,} parameters, but its files hold {weights:,} bytes")
 
 
+def check_config(folder: Path) -> dict[str, Any]:
+    """The fields of a model folder's config.json, none of which declares more than is sensible."""
+    found: dict[str, Any] = expect(
+        read_json(folder / "config.json", 16 << 20)[0], dict, "config.json"
+    )
+    parts = {key: part for key, part in found.items() if isinstance(part, dict)}
+    for name, fields in {"": found, **parts}.items():
+        for keys, most in _MOST.items():
+            for key in keys.split():
+                value = fields.get(key)
+                if value is not None and (type(value) is not int or not 0 <= value <= most):
+                    where = f"{name}.{key}" if name else key
+                    said = f"must be from 0 to {most}; got {str(value)[:40]}"
+                    raise ValueError(f"config.json: {where} {said}")
+        levels = fields.get("levels")
+        if isinstance(levels, list) and len(levels) > LEVELS:
+            raise ValueError(f"config.json: at most {LEVELS} levels; got {len(levels)}")
+    return found
+
+
+LAYERS = 2048
 _MOST = {  # what a configuration may declare
-    "num_hidden_layers": 2048,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
+    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers": LAYERS,
+    "hidden_size n_embd d_model": 1 << 20,
+    "intermediate_size n_inner d_ff": 1 << 22,
+    "num_attention_heads num_key_value_heads n_head num_heads": 1 << 14,
     "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 27,
+    "max_position_embeddings n_positions n_ctx": 1 << 27,
 }
 
 
@@ -146,7 +170,7 @@ def load_llama2c(path: str | Path) -> LlamaForCausalLM:
             min(dim, hidden, layers, heads, kv_heads, context, abs(vocabulary)) < 1
             or dim % heads
             or heads % kv_heads
-            or layers > _MOST["num_hidden_layers"]
+            or layers > LAYERS
             or (dim // heads) % 2
         ):
             raise ValueError(f"{path}: not a llama2.c checkpoint: its header is {head.hex()}")

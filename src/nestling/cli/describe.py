@@ -56,12 +56,12 @@ def build(name: str, size: str, *, download: bool = False) -> Any:
         config = _configuration(name, download)
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         except ValueError as error:  # not a causal language model
             from transformers import AutoModel
 
             try:
-                return AutoModel.from_config(config)
+                return AutoModel.from_config(config, trust_remote_code=False)
             except ValueError:
                 raise ValueError(f"{name}: {str(error).splitlines()[0]}") from error
 
@@ -72,8 +72,11 @@ def _configuration(name: str, download: bool) -> Any:
 
     from transformers import AutoConfig
 
+    from nestling.adaptation.pretrained import check_config
     from nestling.models import presets
 
+    if (Path(name) / "config.json").exists():
+        check_config(Path(name))
     try:
         return AutoConfig.from_pretrained(
             name, local_files_only=not download, trust_remote_code=False

@@ -22,4 +22,4 @@ def pretrained(
     """
     folder = find(name)
     model = NestlingForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

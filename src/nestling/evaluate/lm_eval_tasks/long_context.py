@@ -24,7 +24,10 @@ def _tokenizer(given: dict[str, Any]) -> Any:
     )
     if name is None:
         raise ValueError("a tokenizer is needed to size the texts: --model_args pretrained=...")
-    return name if not isinstance(name, str) else AutoTokenizer.from_pretrained(name)
+    if not isinstance(name, str):
+        return name
+    trusted = given.get("trust_remote_code") is True  # as lm-eval was told
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trusted)
 
 
 def documents(suite: str, task: str, **given: Any) -> dict[str, Any]:
