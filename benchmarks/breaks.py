@@ -231,6 +231,8 @@ def caught(one: Break, copy: Path, seconds: float) -> tuple[bool, str]:
 
 def ended(tests: list[str], copy: Path, seconds: float) -> tuple[int, str]:
     """Pytest's code on the copy (0 passed, 1 failed, -9 it hung), and the first failure."""
+    log, why = copy.parent / "log", copy.parent / "why"
+    why.write_text("")
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -241,28 +243,30 @@ def ended(tests: list[str], copy: Path, seconds: float) -> tuple[int, str]:
     with contextlib.suppress(ProcessLookupError):  # and what it started
         os.killpg(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(done[1] if done[0] else os.waitpid(child, 0)[1])
-    log = copy.parent / "log"
-    said = log.read_text() if log.exists() else ""
     if code not in (0, 1, -signal.SIGKILL):
-        raise SystemExit(f"{tests}: pytest ended with {code}, so nothing is shown:\n{said[-1500:]}")
-    return code, said.strip()
+        said = log.read_text()[-1500:]
+        raise SystemExit(f"{tests}: pytest ended with {code}, so nothing is shown:\n{said}")
+    return code, why.read_text().strip()
 
 
 class _Failures:
-    """A plugin of pytest that writes the first line of every failure, and nothing else."""
+    """A plugin of pytest that writes the first line of the first failure to a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
+        if report.failed and not self.file.read_text():
             crash = getattr(report.longrepr, "reprcrash", None)
-            said = getattr(crash, "message", str(report.longrepr))
-            print(f"{report.nodeid}: {said.splitlines()[0][:200]}", flush=True)
+            said = getattr(crash, "message", str(report.longrepr)) or "it failed"
+            self.file.write_text(f"{report.nodeid}: {said.splitlines()[0][:200]}")
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            print(f"{report.nodeid}: {str(report.longrepr)[-200:]}", flush=True)
+            self.file.write_text(f"{report.nodeid}: {str(report.longrepr)[-200:]}")
 
 
-_LINE = [*"-x -q -p no:cacheprovider -p no:terminal".split(), "-W", "ignore::pytest.PytestWarning"]
+_LINE = [*"-x -p no:cacheprovider --no-summary".split(), "-W", "ignore::pytest.PytestWarning"]
 
 
 def _test(copy: Path, tests: list[str]) -> NoReturn:
@@ -281,7 +285,7 @@ def _test(copy: Path, tests: list[str]) -> NoReturn:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         sys.dont_write_bytecode = len(tests) == 1  # only what is whole is kept in compiled form
         sys.path[:0] = [str(copy / "src"), str(copy)]
-        code = int(pytest.main([*_LINE, *tests], plugins=[_Failures()]))
+        code = int(pytest.main([*_LINE, *tests], plugins=[_Failures(copy.parent / "why")]))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -316,7 +320,7 @@ def main() -> int:
         for number, one in chosen:
             good, said = caught(one, copy, given.seconds)
             missed += not good
-            how = f"noticed: {said[-240:]}" if good else f"NOT NOTICED by {one.test}"
+            how = f"noticed: {said}" if good else f"NOT NOTICED by {one.test}"
             what = f"{number}, point {one.point}: without {one.guard.strip()[:50]!r}"
             print(f"{what}: {how}", flush=True)
     print(f"{len(chosen)} guards taken out, one at a time: {missed} not noticed")
