@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Study, cells
+from studies.harness.tuning import best
 from studies.harness.verdict import (
     ENOUGH,
     PLACE,
@@ -68,7 +69,7 @@ def table_page(
         title=title,
         command=f"python -m studies {study.name}",
         findings=_findings(study, found, first, hero),
-        limits=[*_unfinished(study, found), *limits],
+        limits=[*_unfinished(study, found), *_edges(study, runs), *limits],
         protocol=study.protocol,
         picture=picture or dots(_means(study, found, first), first.title),
         caption=caption or f"{first.title} of every arm, mean over tasks",
@@ -98,12 +99,14 @@ def _findings(study: Study, found: Cells, measure: Measure, hero: str) -> list[s
     """Where the hero stands, in at most five sentences made from the numbers."""
     name = study.arms[hero]
     counts: dict[str, dict[str, list[str]]] = {}
+    gaps: dict[str, Interval] = {}
     for arm in study.arms:
         for task in study.tasks:
             gap = None if arm == hero else _gap(found, task, hero, arm, measure)
             if gap is not None:
                 word = verdict(gap, higher=measure.higher, words=PLACE)
                 counts.setdefault(arm, {}).setdefault(word, []).append(task)
+                gaps[arm] = gap
     if not counts:
         return [f"Nothing is claimed: no task has {ENOUGH} seeds of {name} and another arm."]
     behind = {task for said in counts.values() for task in said.get("behind", [])}
@@ -115,13 +118,21 @@ def _findings(study: Study, found: Cells, measure: Measure, hero: str) -> list[s
         + (f"; behind in {', '.join(sorted(behind))}." if behind else ".")
     ]
     order = sorted(counts, key=lambda arm: -len(counts[arm].get("behind", [])))
-    listed = [
-        f"{study.arms[arm]}: " + ", ".join(f"{w} {len(t)}" for w, t in counts[arm].items())
-        for arm in order
-    ]
-    step = max(1, math.ceil(len(listed) / 4))
+    if len(study.tasks) == 1:
+        scale = 100 if measure.share else 1
+        listed = [
+            f"{study.arms[arm]}: {next(iter(counts[arm]))}"
+            f" ({scale * gaps[arm].mean:+.3g} ± {scale * gaps[arm].half:.2g})"
+            for arm in order
+        ]
+    else:
+        listed = [
+            f"{study.arms[arm]}: " + ", ".join(f"{w} {len(t)}" for w, t in counts[arm].items())
+            for arm in order
+        ]
+    step, what = max(1, math.ceil(len(listed) / 4)), "" if len(study.tasks) == 1 else " (tasks)"
     for i in range(0, len(listed), step):
-        lines.append(f"{name} against {'; '.join(listed[i : i + step])} (tasks).")
+        lines.append(f"{name} against {'; '.join(listed[i : i + step])}{what}.")
     return lines
 
 
@@ -129,6 +140,22 @@ def _unfinished(study: Study, found: Cells) -> list[str]:
     wanted = len(study.tasks) * len(study.arms) * len(study.seeds)
     done = sum(len(cell.runs) for cell in found.values())
     return [f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []
+
+
+def _edges(study: Study, runs: Mapping[str, Run]) -> list[str]:
+    """Arms whose best rate is the least or the largest of three or more: another may be better."""
+    said = []
+    for task in study.tasks:
+        for arm, title in study.arms.items():
+            jobs = study.trials(task, arm)
+            rates = sorted(job.setting["rate"] for job in jobs if "rate" in job.setting)
+            if arm in study.borrowed or len(rates) < 3 or any(j.key not in runs for j in jobs):
+                continue
+            scores = {job.setting["rate"]: runs[job.key][study.judged] for job in jobs}
+            chosen = best(rates, scores.__getitem__, lower=study.lower)
+            if chosen in (rates[0], rates[-1]):
+                said.append(f"{title} ({task}, {chosen:g})")
+    return [f"The best rate is at the edge of the grid for {'; '.join(said)}."] if said else []
 
 
 def _every(study: Study, found: Cells, measure: Measure) -> list[str]:

@@ -19,6 +19,7 @@ from studies.harness.models import keep_model, kept_model
 from studies.harness.page import LINES, Page, Section, sections, table
 from studies.harness.store import Store
 from studies.harness.study import Job, Study
+from studies.harness.tables import _edges
 from studies.harness.tuning import best, ranked, same_number
 from studies.harness.verdict import PLACE, Interval, difference, judged, paired, verdict
 
@@ -246,3 +247,17 @@ def test_the_queue_runs_jobs_and_goes_on_after_a_kill(shared_data, tmp_path):
     )
     assert "in all 0, about 0.0 h" in third.stdout
     assert list((tmp_path / "runs" / "queue").rglob("*.log"))
+
+
+def test_a_page_names_arms_whose_best_rate_is_at_the_edge_of_the_grid():
+    settings = {arm: [{"rate": rate} for rate in (0.1, 0.2, 0.3)] for arm in ("hope", "linear")}
+    study = made_up(None, settings=settings)
+    wanted = {"hope": 0.2, "linear": 0.3}
+    runs = {
+        job.key: {"loss": abs(job.setting["rate"] - wanted[arm])}
+        for arm in wanted
+        for job in study.trials("t", arm)
+    }
+    said = "The best rate is at the edge of the grid for linear attention (t, 0.3)."
+    assert _edges(study, runs) == [said]
+    assert _edges(study, dict(list(runs.items())[:4])) == [], "trials that are not done say nothing"
