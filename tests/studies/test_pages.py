@@ -14,6 +14,8 @@ PAGES = {
     "adapt": ["adapt.md", "adapt_smollm2.md"],
     "optim": ["optim.md"],
     "languages": ["languages.md"],
+    "levels": ["levels.md", "levels.svg", "levels_appendix.md"],
+    "lm": ["language_models.md", "language_models.svg", "language_models_appendix.md"],
     "timescales": ["continual_timescales.md", "continual_timescales.svg"],
 }
 
