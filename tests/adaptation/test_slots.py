@@ -30,7 +30,7 @@ def test_every_family_gives_its_mlp_matrices(family):
     assert not any("attn" in slot.name for slot in slots)
 
 
-@pytest.mark.parametrize(("mixer", "count"), [("hope", 8), ("transformer", 3)])
+@pytest.mark.parametrize(("mixer", "count"), [("hope", 9), ("transformer", 3)])
 def test_our_own_models_have_slots_too(mixer, count):
     model = NestlingForCausalLM(presets.tiny(model=mixer, num_hidden_layers=2))
     slots = mlp_matrices(model, -1)

@@ -94,7 +94,8 @@ def scan_self_modifying(
         if matrix and inputs.x.shape[1] == 1 and not torch.is_grad_enabled():
             return _one_token(rule, inputs, weights, start, position)
         if matrix and not isinstance(position, Tensor):
-            if is_static(rule, inputs):
+            fixed = not isinstance(inputs.x.shape[1], torch.SymInt)  # `_static` cuts by the length
+            if fixed and is_static(rule, inputs):
                 return _static(rule, inputs, weights, start, position, recompute)
             y, first, begun = scan_operator(
                 rule, inputs, weights.first, start.first, position, recompute
