@@ -18,6 +18,12 @@ __all__ = ["Base", "load_base", "recipe"]
 
 _CORPORA = ("wikitext2/train.txt.gz", "tinystories/stories_a_3117.txt.gz")
 _VALID = ("wikitext2/valid.txt.gz",)
+_FORM = {
+    "num_hidden_layers": 2,
+    "hidden_size": 192,
+    "mixer_options": {"self_modifying": {"projections": {"residual": True}}},
+}
+"""The Hope of the stored runs, an earlier form: a chain of levels and five memories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,7 @@ def recipe(data: Path, cache: Path) -> Recipe:
         if not (data / part).is_file():
             raise FileNotFoundError(f"{data / part}: needed to pretrain the base model")
     return Recipe(
-        model=Model(
-            preset="tiny", mixer="hope", fields={"num_hidden_layers": 2, "hidden_size": 192}
-        ),
+        model=Model(preset="tiny", mixer="hope_printed", fields=_FORM),
         data=Data(
             train=tuple(str(data / part) for part in _CORPORA),
             valid=tuple(str(data / part) for part in _VALID),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nestling.continuum import Chain
+from nestling.continuum import Chain, Parallel
 from nestling.levels import Level
 from nestling.optim import NestedOptimizer
 from studies.languages.base import Base
@@ -30,17 +30,17 @@ _ARROW, _END = " = ", "\n"
 def levels_of(model: Any, k: int) -> list[list[nn.Parameter]]:
     """All weights in k groups, fastest first.
 
-    A word's embedding serves that word alone and learns fastest. The MLPs of every chain follow by
-    their place, and what all languages share (mixers, norms) is in the slowest level.
+    A word's embedding serves that word alone and learns fastest. The MLPs of every continuum memory
+    follow by their place, and what all languages share (mixers, norms) is in the slowest level.
     """
-    chains = [module for module in model.modules() if isinstance(module, Chain)]
-    if not chains:
+    memories = [module for module in model.modules() if isinstance(module, Chain | Parallel)]
+    if not memories:
         raise ValueError("levels need a model with a continuum memory, such as the base 'hope'")
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     level = {id(weight): 0 for end in ends if end is not None for weight in end.parameters()}
-    for chain in chains:
-        for number, mlp in enumerate(chain.mlps):
-            place = min(1, k - 1) + number * (k - 1) // len(chain.mlps)
+    for memory in memories:
+        for number, mlp in enumerate(memory.mlps):
+            place = min(1, k - 1) + number * (k - 1) // len(memory.mlps)
             level |= {id(weight): place for weight in mlp.parameters()}
     groups: list[list[nn.Parameter]] = [[] for _ in range(k)]
     for weight in model.parameters():
