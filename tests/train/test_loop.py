@@ -70,7 +70,7 @@ def assert_same(a, b, **tolerance):
 
 def test_killed_runs_continue_bit_for_bit(tmp_path):
     """With M3 on levels of different chunks, micro-batches and carried memories; killed twice."""
-    changes = ["optim.name=m3", "optim.lr=0.01", "run.micro=2", "optim.chunks=1,2,3,4"]
+    changes = ["optim.name=m3", "optim.lr=0.01", "run.micro=2", "optim.chunks=1,2,3"]
     whole = train(tmp_path / "whole", *changes, recipe="stream")
     out, rng = tmp_path / "killed", random.Random(0)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_killed_runs_continue_bit_for_bit(tmp_path):
     assert_same(train(out, *changes, recipe="stream"), whole)
     drawn = (out / "timeline.svg").read_text()
     assert drawn == (tmp_path / "whole" / "timeline.svg").read_text()
-    assert all(f"{12 // chunk} updates" in drawn for chunk in (1, 2, 3, 4))
+    assert all(f"{12 // chunk} updates" in drawn for chunk in (1, 2, 3))
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path):
@@ -124,9 +124,6 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
     assert said.count("skipped, nothing changed") == 3
     assert "3 steps in a row" in said
     assert "Traceback" not in said
-    code, said = finish(start(out, *poison, "run.save_every=1"))
-    assert code == 1
-    assert "nothing was saved" in said
     assert checkpoints(out / "checkpoints") == [good], "the last good one is still there"
     code, said = finish(start(out, *settings, "run.steps=3"))
     assert code == 0, said
@@ -192,7 +189,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("data.train=/nowhere/x.txt", "no such file or folder"),
         ("model.mixer=hop", "model must be one of"),
         ("optim.name=adam", "optim.name must be one of"),
-        ("optim.chunks=1,2", "one number for each of the 4 levels"),
+        ("optim.chunks=1,2", "one number for each of the 3 levels"),
         ("model.fields.vocab_size=17", "smaller than the tokenizer's vocabulary of 259"),
         ("data.order=random", "data.order must be one of shuffled, documents, sequential"),
         ("data.tokenizer=bpe:7", "bpe:SIZE with a size of at least 260"),
