@@ -236,6 +236,8 @@ LIMITS = (
     "Compute is processor time of one thread at this size; counted multiply-adds would favour"
     " learning levels, whose inner and outer gradient are the same products.",
     "Levels switched on afterwards learn at one rate for all levels, the best of four.",
+    "Gated DeltaNet and the comparisons of levels switched on with it were added after the first"
+    " runs of the language models had been seen, before any run of this study.",
     "Rivals are asked as they were trained. Their MLPs, too, would gain if they learned while they"
     " read; what is compared are the models as they are described.",
 )
