@@ -124,6 +124,9 @@ def test_a_poisoned_loss_changes_nothing_and_stops_the_run(tmp_path):
     assert said.count("skipped, nothing changed") == 3
     assert "3 steps in a row" in said
     assert "Traceback" not in said
+    code, said = finish(start(out, *poison, "run.save_every=1"))
+    assert code == 1
+    assert "nothing was saved" in said
     assert checkpoints(out / "checkpoints") == [good], "the last good one is still there"
     code, said = finish(start(out, *settings, "run.steps=3"))
     assert code == 0, said
@@ -176,8 +179,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("optim.clip=-1", "optim.clip must be a finite number above 0, or none; got -1.0"),
         ("optim.clip=nan", "optim.clip must be a finite number above 0, or none; got nan"),
         ("optim.clip=inf", "optim.clip must be a finite number above 0, or none; got inf"),
-        ("optim.lr=inf", "optim.lr must be a finite number above 0; got inf"),
-        ("optim.lr=nan", "optim.lr must be a finite number above 0; got nan"),
+        ("optim.lr=inf", "optim.lr must be above 0 and at most 1e+37; got inf"),
+        ("optim.lr=nan", "optim.lr must be above 0 and at most 1e+37; got nan"),
         ("optim.weight_decay=nan", "optim.weight_decay must be a finite number from 0; got nan"),
         ("optim.floor=nan", "floor"),
         ("optim.chunks=0,1,1,1", "optim.chunks must be at least 1 each"),
@@ -189,6 +192,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("data.train=/nowhere/x.txt", "no such file or folder"),
         ("model.mixer=hop", "model must be one of"),
         ("optim.name=adam", "optim.name must be one of"),
+        ("optim.lr=3e38", "optim.lr must be above 0 and at most 1e+37; got 3e+38"),
         ("optim.chunks=1,2", "one number for each of the 3 levels"),
         ("model.fields.vocab_size=17", "smaller than the tokenizer's vocabulary of 259"),
         ("data.order=random", "data.order must be one of shuffled, documents, sequential"),

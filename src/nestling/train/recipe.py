@@ -101,8 +101,10 @@ class Recipe:
             if (value is not None or not optional) and not value >= least:
                 raise ValueError(f"{key} must be at least {least}; got {value}")
         optim = self.optim
-        if not (math.isfinite(optim.lr) and optim.lr > 0):
-            raise ValueError(f"optim.lr must be a finite number above 0; got {optim.lr}")
+        if not 0 < optim.lr <= _MOST_RATE:
+            raise ValueError(
+                f"optim.lr must be above 0 and at most {_MOST_RATE:g}; got {optim.lr}"
+            )
         if optim.clip is not None and not (math.isfinite(optim.clip) and optim.clip > 0):
             raise ValueError(
                 f"optim.clip must be a finite number above 0, or none; got {optim.clip}"
@@ -144,6 +146,7 @@ class Recipe:
         return [f"{part}.{key}={value}" for part, values in parts for key, value in values.items()]
 
 
+_MOST_RATE = 1e37  # an optimizer divides it by what is not less than 0.1, in float32
 _COUNTS = (  # settings that count something: the least, and whether none is allowed
     ("run.steps", 1, False),
     ("run.rows", 1, False),

@@ -454,16 +454,18 @@ class Trainer:
     def save(self) -> bool:
         """Write a checkpoint, each process its share; False if there is nothing good to save.
 
-        After a bad step nothing is saved; weights that are not finite, or whose loss on the next
-        tokens is not, end the run. The last good checkpoint stays what it was.
+        After a bad step nothing is saved; weights that are not finite, or from which no step can
+        be taken, end the run. The last good checkpoint stays what it was.
         """
         if self.memory.bad:
             return False
-        loss = self._next_loss()
-        if not math.isfinite(loss) or not self.world.all(_finite(self.bare)):
+        loss, norm = self._next()
+        if not (math.isfinite(loss) and math.isfinite(norm)) or not self.world.all(
+            _finite(self.bare)
+        ):
             raise TrainingFailedError(
-                f"the weights after step {self.memory.step} are not finite or their loss ({loss})"
-                f" is not; nothing was saved. {self._advice()}"
+                f"training cannot go on from the weights after step {self.memory.step} (loss"
+                f" {loss}, gradient norm {norm}); nothing was saved. {self._advice()}"
             )
         states = {
             "model": self.bare.state_dict(),
@@ -491,16 +493,19 @@ class Trainer:
             return self.carry
         return state_stack(self.carry)
 
-    @torch.no_grad()
-    def _next_loss(self) -> float:
-        """The loss of the present weights on some of the tokens that come next."""
+    def _next(self) -> tuple[float, float]:
+        """The loss of the present weights on tokens that come next, and its gradient's norm."""
         batch = self.batches(self.memory.step, self.world.rank, self.world.size)
         few = Batch(*(field[: self.recipe.run.micro or len(field)] for field in batch))
-        self.model.eval()
-        with precision(self.recipe.run, self.world):
-            loss, _ = loss_sum(self.model, few, self.world.device)
-        self.model.train()
-        return self.world.sum(float(loss))[0]
+        buffers = [(buffer, buffer.clone()) for buffer in self.bare.buffers()]
+        learn = self.learning or False
+        found = gradients(self.model, few, self.recipe.run, self.world, learn=learn)
+        norm = _norm(self.bare, None)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, kept in buffers:  # natural steps average what they see
+                buffer.copy_(kept)
+        return found.loss, norm
 
     def _advice(self) -> str:
         return f"The last good checkpoint is in {self.checkpoints}; try a lower optim.lr"
