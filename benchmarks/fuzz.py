@@ -34,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
@@ -579,6 +580,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reader", help="only this one")
     given = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a recipe may name a tokenizer of the hub
     torch.set_num_threads(1)
     chosen = {k: v for k, v in readers().items() if given.reader in (None, k)}
     recipes = given.crafted // 10 if given.reader in (None, "recipe") else 0

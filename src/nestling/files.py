@@ -45,6 +45,7 @@ __all__ = [
     "Part",
     "TensorFile",
     "check_finite",
+    "check_folder",
     "check_state",
     "expect",
     "fingerprint",
@@ -104,6 +105,21 @@ def open_regular(path: Path, limit: int | None = None) -> IO[bytes]:
     except BaseException:
         os.close(handle)
         raise
+
+
+def check_folder(folder: Path) -> dict[Path, int]:
+    """The bytes of each file in a model's folder; all are regular, and no settings are huge."""
+    sizes = {}
+    for path in folder.iterdir():
+        if path.is_dir():
+            continue
+        plain = path.suffix in (".json", ".jinja", ".model") or path.name in _WORDS
+        with open_regular(path, JSON_LIMIT if plain else None) as file:
+            sizes[path] = os.fstat(file.fileno()).st_size
+    return sizes
+
+
+_WORDS = ("vocab.txt", "merges.txt")  # other texts in the folder are nobody's settings
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> tuple[Any, bytes]:

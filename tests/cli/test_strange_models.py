@@ -22,6 +22,7 @@ from nestling.adaptation.pretrained import check_gguf, load_llama2c, load_llama2
 from nestling.cli import main
 from nestling.models import NestlingConfig, NestlingForCausalLM, presets
 from nestling.models.tokenizer import byte_tokenizer
+from nestling.train.tokenizer import check_tokenizer
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -157,6 +158,27 @@ def test_a_pipe_or_a_device_in_a_folder_is_not_read(model, name):
     (model / name).unlink()
     (model / name).symlink_to("/dev/zero")
     refused(model, "not a regular file")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "vocab.txt"])
+def test_settings_larger_than_any_are_not_read(model, name):
+    (model / name).touch()
+    os.truncate(model / name, 1 << 40)  # a hole: no disk, but a terabyte to read
+    refused(model, f"{name}: 1099511627776 bytes; at most 67108864 are read")
+
+
+@pytest.mark.parametrize("how", ["pipe", "hole", "nested", "other"])
+def test_the_folder_of_a_tokenizer_is_measured_first(model, how):
+    path = model / "tokenizer.json"
+    if how == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "hole":
+        os.truncate(path, 1 << 40)
+    else:
+        path.write_text("[" * 100_000 if how == "nested" else '{"model": 3}')
+    with pytest.raises(ValueError, match=r"expected bytes, bpe:SIZE, or the folder of a tokenizer"):
+        check_tokenizer(str(model))
 
 
 def test_nested_json_is_refused(model):
@@ -374,6 +396,15 @@ def test_a_gguf_tensor_without_weights_is_refused(tmp_path):
     path.write_bytes(gguf(count=1, settings=NAMED, rest=empty + bytes(64)))
     with pytest.raises(ValueError, match="a tensor without weights"):
         check_gguf(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
+def test_what_lies_beside_a_gguf_is_measured_too(tmp_path, name):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(count=1, settings=NAMED, rest=TENSOR + bytes(64)))
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}: not a regular file"):
+        load_pretrained(path)
 
 
 def test_a_proper_gguf_header_passes(tmp_path):

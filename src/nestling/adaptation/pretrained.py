@@ -27,7 +27,14 @@ from transformers import (
 
 from nestling import pretrained as shipped
 from nestling.adaptation.memory_files import LEVELS
-from nestling.files import BrokenFileError, check_finite, expect, open_regular, read_json
+from nestling.files import (
+    BrokenFileError,
+    check_finite,
+    check_folder,
+    expect,
+    open_regular,
+    read_json,
+)
 
 __all__ = [
     "check_config",
@@ -40,6 +47,14 @@ __all__ = [
 _HEADER = struct.Struct("<7i")  # dim, hidden, layers, heads, kv_heads, vocabulary, context
 SPACE = "\u2581"
 TOKENIZER_BYTES, TOKEN_BYTES = 64 << 20, 4096  # at most, of a tokenizer file and of a token
+_BESIDE = (  # read beside a GGUF file
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def load_pretrained(
@@ -69,6 +84,8 @@ def load_pretrained(
             if not path.exists():
                 raise OSError("no such file")
             check_gguf(path)
+            for beside in filter(Path.exists, map(path.with_name, _BESIDE)):
+                open_regular(beside, TOKENIZER_BYTES).close()
             options |= {"gguf_file": path.name}
             return _load(path.parent, options, dtype or torch.float32, strict)
         if path.is_dir():
@@ -106,14 +123,8 @@ def _load(
 
 def _check_folder(folder: Path, trust: bool) -> None:
     """Refuse a model folder that would hang, or whose configuration asks for more than it holds."""
-    weights = 0
-    for path in folder.iterdir():
-        if path.is_dir():
-            continue
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-        if path.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-            weights += size
+    kinds = (".safetensors", ".bin", ".pt", ".pth")
+    weights = sum(size for path, size in check_folder(folder).items() if path.suffix in kinds)
     found = check_config(folder)
     if "auto_map" in found and not trust and found.get("model_type") not in CONFIG_MAPPING:
         raise ValueError("it comes with Python code of its own, which runs only when trusted")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nestling.files import write_atomic
+from nestling.files import check_folder, write_atomic
 from nestling.train.corpus import Corpus
 
 __all__ = ["TextEncoder", "check_tokenizer", "load_tokenizer"]
@@ -56,9 +56,11 @@ def load_tokenizer(name: str, corpora: Sequence[Corpus], cache: Path) -> TextEnc
     if name.startswith("bpe:"):
         return TextEncoder(_trained(name, corpora, cache))
     try:
+        if Path(name).is_dir():
+            check_folder(Path(name))
         return TextEncoder(AutoTokenizer.from_pretrained(name, trust_remote_code=False))
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # parsers of other packages fail in their own ways
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"tokenizer {name!r}: expected bytes, bpe:SIZE, or the folder of a tokenizer ({reason})"
         ) from error
