@@ -179,9 +179,7 @@ def inside_arms(model, ids: torch.Tensor, chunk: int) -> dict[str, Callable[[], 
 def inside_model(chunk: int) -> NestlingForCausalLM:
     torch.manual_seed(0)
     levels = [{"name": f"level{n}", "chunk": chunk * 4**n, "rate": 0.2} for n in range(3)]
-    return NestlingForCausalLM(
-        presets.tiny(levels=levels, topology="parallel", activation="swiglu")
-    )
+    return NestlingForCausalLM(presets.tiny(levels=levels, learning="first_order"))
 
 
 def check_inside(ids: torch.Tensor) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 from torch import nn
 
 from nestling.models import NestlingConfig, presets
-from nestling.train.recipe import get_recipe
 from studies.harness.models import LSTM, Arm
 
 __all__ = [
     "ABLATIONS",
     "ARMS",
     "FREE",
+    "FROZEN",
     "LEVELS",
     "Model",
     "build",
@@ -105,16 +105,9 @@ ABLATIONS: dict[str, Model] = {
 """Hope with one thing changed (Table 6); `hope_printed` is among the models above."""
 
 
-def _learning(model: str) -> dict[str, Any]:
-    """What makes a model's levels learn: nothing where the default's do, else its recipe's."""
-    return {} if presets.tiny(model).learns else dict(get_recipe(model).model.fields)
-
-
-def _with_levels(title: str, model: str, change: Callable[[list[Any]], list[Any]]) -> Model:
-    """The model whose levels learn, with other levels."""
-    fields = _learning(model)
-    levels = presets.tiny(model, **fields).levels or []
-    return Model(title=title, model=model, fields={**fields, "levels": change(levels)})
+def _levels(model: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """The levels of a model, changed."""
+    return change(presets.tiny(model).levels or [])
 
 
 def _frozen(levels: list[Any]) -> list[Any]:
@@ -123,30 +116,42 @@ def _frozen(levels: list[Any]) -> list[Any]:
 
 def _by_rate(levels: list[Any]) -> list[Any]:
     """One chunk for all; a slow level's rate is as much smaller as its chunk was larger."""
-    fastest, slow = levels[0]["chunk"], [level for level in levels if level["chunk"]]
+    fastest = levels[0]["chunk"]
     return [
-        {**level, "chunk": fastest, "rate": level.get("rate", 0.0) * fastest / level["chunk"]}
-        for level in slow
+        {**level, "chunk": fastest, "rate": level["rate"] * fastest / level["chunk"]}
+        for level in levels
     ]
 
 
+FROZEN = Model(
+    title="Hope, levels frozen", model="hope", fields={"levels": _levels("hope", _frozen)}
+)
+"""The default Hope asked without learning; trained, it is the same model."""
+ABLATIONS["levels_frozen"] = FROZEN
+_TRAINED = {"learning": "first_order"}
 LEVELS: dict[str, Model] = {
-    "hope": Model(
-        title="Hope, trained with learning levels", model="hope", fields=_learning("hope")
+    "plain": ARMS["hope"],
+    "hope": Model(title="Hope, trained with learning levels", model="hope", fields=_TRAINED),
+    "one": Model(
+        title="the same, one level",
+        model="hope",
+        fields={**_TRAINED, "levels": _levels("hope", lambda levels: levels[:1])},
     ),
-    "plain": _with_levels("Hope, trained plain", "hope", _frozen),
-    "one": _with_levels("Hope, one level", "hope", lambda levels: levels[:1]),
-    "by_rate": _with_levels("Hope, levels differ in rate only", "hope", _by_rate),
+    "by_rate": Model(
+        title="the same, levels differ in rate only",
+        model="hope",
+        fields={**_TRAINED, "levels": _levels("hope", _by_rate)},
+    ),
+    "attention_plain": ARMS["hope_attention"],
     "attention": Model(
         title="Hope-Attention, trained with learning levels",
         model="hope_attention",
-        fields=_learning("hope_attention"),
+        fields=_TRAINED,
     ),
-    "attention_plain": _with_levels("Hope-Attention, trained plain", "hope_attention", _frozen),
-    "transformer": ARMS["transformer"],
     "gated_delta": ARMS["gated_delta"],
+    "transformer": ARMS["transformer"],
 }
-"""Models of the studies of levels; `hope` is the default one where the default's levels learn."""
+"""Models of the studies of levels: the default ones, and Hopes that learn in training too."""
 
 
 def configuration(model: Model, size: presets.Size, **fields: Any) -> NestlingConfig:

@@ -89,7 +89,8 @@ def built(learning: Sequence[int], rate: float, base: Any) -> Any:
     levels = _levels((*learning, *still))
     for level in levels[: len(learning)]:
         level["rate"] = rate
-    model = NestlingForCausalLM(default.configuration(default.ARMS["hope"], SIZE, levels=levels))
+    options = {"levels": levels, "learning": "first_order"}
+    model = NestlingForCausalLM(default.configuration(default.ARMS["hope"], SIZE, **options))
     model.load_state_dict(base.state_dict())
     return model
 

@@ -28,7 +28,7 @@ from nestling.evaluate.lm import token_losses
 from nestling.models import NestlingForCausalLM, model_card, presets
 from nestling.models.tokenizer import BYTE_VOCABULARY
 from nestling.pretrained import HOME
-from nestling.train.recipe import Data, Model, Optim, Recipe, Run, changed, get_recipe
+from nestling.train.recipe import Data, Model, Optim, Recipe, Run, changed
 from nestling.train.trainer import train
 from studies.harness.command import DATA
 from studies.tasks.text import HELD_OUT
@@ -44,25 +44,22 @@ SIZE = presets.Size(width=128, layers=4, heads=4, vocabulary=BYTE_VOCABULARY, pa
 
 
 def recipe(data: Path) -> Recipe:
-    """The default Hope with learning levels, 1M parameters, four bytes of novels for each."""
+    """The default Hope, 1M parameters, eight bytes of novels for each."""
     books = sorted((data / "gutenberg_books").glob("*.txt.gz"))
     if not books:
         raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
     held = [path for path in books if path.name.split(".")[0] in HELD_OUT]
-    levels = get_recipe("hope").model.fields
-    size = presets.configure(SIZE, "hope", **levels)
+    size = presets.configure(SIZE, "hope")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     return Recipe(
-        model=Model(
-            preset="tiny", fields={**levels, **{name: getattr(size, name) for name in shape}}
-        ),
+        model=Model(preset="tiny", fields={name: getattr(size, name) for name in shape}),
         data=Data(
             train=tuple(str(path) for path in books if path not in held),
             valid=tuple(map(str, held)),
             length=2048,
         ),
         optim=Optim(lr=5e-3, warmup=50),
-        run=Run(steps=1000, rows=2, eval_every=250, eval_windows=8, save_every=50),
+        run=Run(steps=2000, rows=2, eval_every=500, eval_windows=8, save_every=100),
     )
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "seal",
     "sealed",
     "state_size",
+    "switched",
     "weighted",
 ]
 
@@ -56,7 +57,10 @@ class LSTM(nn.Module):
 
 
 class Arm(nn.Module):
-    """A language model that only gives its logits."""
+    """A language model that only gives its logits, for tasks whose answers are no next tokens.
+
+    So its levels, which learn to predict the text, stand still.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -64,7 +68,7 @@ class Arm(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, V]."""
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, learn=False).logits
         return logits
 
 
@@ -100,6 +104,24 @@ def state_size(model: Any) -> int:
             if not {"start", "position"} & set(name.split(".")):
                 total += leaf.numel()
     return total
+
+
+def switched(model: Any, rate: float) -> Any:
+    """The same weights, trained plain, with levels that learn at a rate while they read; 0: frozen.
+
+    The MLPs of a model without levels are one level, as fast as the default Hope's fastest.
+    """
+    config, weights = model.config.to_dict(), dict(model.state_dict())
+    if config["channel"] == "swiglu":
+        config |= {"channel": "cms", "topology": "parallel", "activation": "swiglu"}
+        config["levels"] = [{"name": "mlp", "chunk": presets.CONTINUUM["levels"][0]["chunk"]}]
+        weights = {n.replace("channel.mlp.", "channel.mlps.0."): w for n, w in weights.items()}
+        for layer in range(model.config.num_hidden_layers):
+            weights[f"model.layers.{layer}.channel.weight"] = torch.ones(1)
+    config["levels"] = [{**level, "rate": rate} for level in config["levels"]]
+    twin = NestlingForCausalLM(type(model.config)(**{**config, "learning": "plain"}))
+    twin.load_state_dict(weights)
+    return twin.eval()
 
 
 def weighted(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

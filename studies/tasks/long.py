@@ -116,7 +116,7 @@ def learn(
 
     def loss(step: int) -> Tensor:
         ids, targets = batch(step)
-        if model.config.learns:  # levels learn from the text, training from the answers
+        if model.learns_now:  # levels learn from the text, training from the answers
             made: Tensor = model(input_ids=ids, shift_labels=targets, use_cache=False).loss
             return made
         read = model.model(input_ids=ids, use_cache=False).last_hidden_state

@@ -25,7 +25,7 @@ from nestling.files import write_atomic
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.models import keep_model, kept_facts, kept_model, parameters
+from studies.harness.models import keep_model, kept_facts, kept_model, parameters, switched
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
@@ -124,6 +124,8 @@ def train_and_read(
 ) -> Run:
     """One job: a model is trained and kept, then it reads; a trial is only trained.
 
+    Levels learn while they read only if they did so in training: to predict the text, which
+    models trained on answers alone have never learned.
     `gave up` says of which tasks longer texts were not read because of the floor.
     """
     folder = context.models / f"{job.task}-{job.arm}-{job.seed}"
@@ -137,6 +139,8 @@ def train_and_read(
         if job.trial:
             return facts
         keep_model(model, folder, facts)
+    if model.learns and not model.config.learns_in_training:  # it was trained on answers only
+        model = switched(model, 0.0)
     keep = context.scratch / "read.json"
     record = read(
         model.eval(),

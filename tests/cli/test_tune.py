@@ -8,6 +8,7 @@ import pytest
 
 from nestling.cli import main
 from nestling.cli.tune import _flat
+from nestling.models import presets
 from nestling.train.recipe import changed, get_recipe
 from nestling.train.search import Axis, apply, halton, read_space, tpe
 
@@ -63,7 +64,7 @@ def test_halton_covers_every_axis_evenly():
 
 def test_keys_of_levels_reach_the_levels():
     recipe = get_recipe("hope")
-    levels = recipe.model.fields["levels"]
+    levels = presets.tiny("hope").levels
     point = {"level.fast.rate": "0.7", "level.slow.chunk": "1024", "optim.lr": "0.01"}
     made = apply(recipe, point, levels)
     found = {level["name"]: level for level in made.model.fields["levels"]}

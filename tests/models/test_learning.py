@@ -559,13 +559,39 @@ def test_bad_configurations_of_learning_say_so(name):
         learner(**fields)
 
 
-def test_what_learning_levels_cannot_do_is_said():
+def test_embeddings_are_read_without_learning_unless_asked():
     model, ids = learner(), tokens()
+    embedded = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        read = model(inputs_embeds=embedded).logits
+        assert torch.equal(read, model(ids, learn=False).logits)
     with pytest.raises(ValueError, match="levels learn from tokens"):
-        model(inputs_embeds=torch.zeros(1, 3, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="keep no hidden states; pass learn=False"):
-        model(ids, output_hidden_states=True)
-    assert model(ids, output_hidden_states=True, learn=False).hidden_states is not None
+        model(inputs_embeds=embedded, learn=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", [None, 7, 10])
+def test_hidden_states_are_those_the_logits_came_from(split):
+    """In one call and in two, with left padding; the last ones give the logits."""
+    model, ids = learner(), tokens(2)
+    ids[0, :5] = 0
+    mask = (ids != 0).long()
+    cache, found = MemoryCache(2), []
+    for start, stop in ((0, split), (split, None)) if split else ((0, None),):
+        options = {"attention_mask": mask[:, :stop], "past_key_values": cache, "use_cache": True}
+        found.append(model(ids[:, start:stop], output_hidden_states=True, **options))
+    states = [torch.cat(each, 1) for each in zip(*(out.hidden_states for out in found))]
+    assert [tuple(each.shape) for each in states] == [(2, 23, 8)] * 3
+    logits = torch.cat([out.logits for out in found], 1)
+    real = mask.bool()
+    torch.testing.assert_close(model.lm_head(states[-1])[real], logits[real])
+    torch.testing.assert_close(states[0][real], model.get_input_embeddings()(ids)[real])
+    alone = model(ids[1:], output_hidden_states=True).hidden_states
+    torch.testing.assert_close(states[1][1:], alone[1])
+    still = model(ids[1:], output_hidden_states=True, learn=False).hidden_states
+    assert len(still) == len(alone)
+    torch.testing.assert_close(still[1][:, :4], alone[1][:, :4])
+    assert not torch.allclose(still[1], alone[1])
 
 
 def test_a_description_says_which_levels_learn():
@@ -575,3 +601,44 @@ def test_a_description_says_which_levels_learn():
     assert "fast learn while a sequence is read; slow frozen" in text
     still = [{"name": "fast", "chunk": 4}, {"name": "slow", "chunk": 8}]
     assert "within a sequence it is frozen" in str(describe(learner(levels=still)))
+
+
+# Trained plain
+
+
+def test_plain_levels_stand_still_in_training_and_learn_afterwards():
+    """`learning="plain"`: the ordinary model in `train()` mode, to the bit; the learner after."""
+    ids = tokens(2)
+    frozen = learner(levels=[{"name": n, "chunk": c} for n, c in (("fast", 4), ("slow", 8))])
+    model, first_order = learner(learning="plain"), learner()
+    assert model.learns
+    assert not model.config.learns_in_training
+    for each in (frozen, model):
+        each.train()(ids, labels=ids).loss.backward()
+    for mine, its in zip(model.parameters(), frozen.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+    assert not model.learns_now
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, frozen(ids).logits)
+        out = model.eval()(ids, use_cache=True)
+        assert model.learns_now
+        want = first_order.eval()(ids, use_cache=True)
+        assert torch.equal(out.logits, want.logits)
+        assert torch.equal(model(ids, learn=False).logits, frozen.eval()(ids).logits)
+        model.train()  # what was learned is still read with, and nothing is added
+        told = model(ids, past_key_values=out.past_key_values, use_cache=True)
+    assert told.updates == ()
+
+
+def test_plain_levels_give_gradients_in_eval_mode_as_first_order():
+    model, ids = learner(learning="plain").eval(), tokens(2)
+    model(ids, labels=ids).loss.backward()
+    twin = learner().eval()
+    twin(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("field", ["learn_rates", "natural"])
+def test_what_is_trained_while_levels_learn_cannot_be_trained_plain(field):
+    with pytest.raises(ValueError, match=rf"{field}=True is trained while the levels learn"):
+        learner(learning="plain", **{field: True})

@@ -60,3 +60,11 @@ def test_fields_can_be_given_and_mistakes_are_named():
     assert hybrid.mixer == ["self_modifying", "attention"]
     with pytest.raises(ValueError, match="more than 1000000"):
         presets.tiny(hidden_size=1024)
+
+
+def test_a_hope_without_a_continuum_memory_has_no_levels_that_learn():
+    assert presets.tiny("hope").learns
+    assert presets.tiny("hope_attention").learns
+    assert not presets.tiny("hope", channel="swiglu").learns
+    with pytest.raises(ValueError, match="levels learn in the channel 'cms'"):
+        presets.tiny(channel="swiglu", levels=[{"name": "fast", "chunk": 4, "rate": 0.1}])

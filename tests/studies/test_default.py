@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from nestling.models import presets
 from studies import (
@@ -18,6 +21,7 @@ from studies import (
     queue,
     recall,
 )
+from studies.harness.models import switched
 
 NEW = {
     "lm": (default.ARMS, lm.SIZES["3M"]),
@@ -58,16 +62,15 @@ def test_every_study_of_the_queue_is_compared():
     assert set(queue.QUEUE) - set(NEW) == no_hope | learning
 
 
-def test_the_studies_of_levels_have_the_default_hope_with_levels_that_learn():
+def test_the_studies_of_levels_have_the_default_hope_and_forms_of_it():
     size = levels.SIZE
     made = {name: default.configuration(arm, size) for name, arm in levels.ARMS.items()}
-    differs = set(default.deviations(made["hope"]))
-    learns = presets.tiny("hope").learns
-    assert differs <= (set() if learns else {"levels", "topology", "activation"})
-    learning = {name for name, config in made.items() if config.learns}
-    assert learning == {"hope", "hope_few", "one", "by_rate", "attention"}
-    for name in ("plain", "one", "by_rate"):
-        assert set(default.deviations(made[name])) - differs <= {"levels"}
+    assert default.deviations(made["plain"]) == {}
+    assert default.deviations(made["hope"]) == {"learning": "first_order"}
+    trained = {name for name, config in made.items() if config.learns_in_training}
+    assert trained == {"hope", "hope_few", "one", "by_rate", "attention"}
+    for name in ("one", "by_rate"):
+        assert set(default.deviations(made[name])) == {"learning", "levels"}
     three = made["hope"].memory_levels
     assert len(three) >= 3
     assert len(made["one"].memory_levels) == 1
@@ -86,3 +89,18 @@ def test_arms_of_levels_take_equal_compute_and_over_few_books_equal_data():
     assert max(spent.values()) < 1.01 * min(spent.values())
     few = {protocol.steps_of(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
     assert len(few) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arm", ["hope", "gated_delta", "transformer"])
+def test_switched_models_have_the_same_weights_and_other_rates(arm):
+    torch.manual_seed(0)
+    size = replace(levels.SIZE, width=16, layers=1, heads=2, parameters=20_000)
+    model = default.build(default.ARMS[arm], size).model.eval()
+    ids = torch.randint(0, size.vocabulary, (1, 600))
+    still, learning = (switched(model, rate)(ids).logits for rate in (0.0, 1.0))
+    torch.testing.assert_close(still, model(ids, learn=False).logits)
+    torch.testing.assert_close(learning[:, :256], still[:, :256])
+    assert not torch.allclose(learning[:, 256:], still[:, 256:])
+    if arm == "hope":
+        torch.testing.assert_close(learning, model(ids).logits)

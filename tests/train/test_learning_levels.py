@@ -109,6 +109,7 @@ def test_windows_of_a_stream_have_the_gradients_of_the_whole():
         num_attention_heads=2,
         intermediate_size=16,
         levels=LEVELS,
+        learning="first_order",
     )
     model = NestlingForCausalLM(config).double().train()
     ids = torch.randint(0, 250, (3, 97))

@@ -31,7 +31,7 @@ except ImportError as error:
     raise ImportError("this model needs nestling: pip install 'nestling[lm]'") from error
 """
 
-LEARNING = ("frozen", "first_order", "second_order")
+LEARNING = ("plain", "frozen", "first_order", "second_order")
 """How the initial states of learning levels are trained."""
 
 _ENTRY = {"name", "chunk", "rate", "retain", "early"}
@@ -53,9 +53,10 @@ class NestlingConfig(PreTrainedConfig):
         step of gradient descent every `chunk` tokens (Eq. 71), and with `retain` below 1 drifts
         back to where it began; without a rate it is frozen within a sequence. `early` gives it
         smaller chunks at first: `[[64, 8], [256, 32]]` is 8 up to token 64, then 32 up to 256.
-    learning: how the learning levels' initial states are trained (Eq. 73): "first_order" (by the
-        gradient at the adapted weights, nearly as cheap as plain training), "second_order" (by the
-        true gradient, through every update) or "frozen" (not at all).
+    learning: how the learning levels' initial states are trained (Eq. 73): "plain" (as ordinary
+        weights: in `train()` mode no level learns, in `eval()` mode they do), "first_order" (by the
+        gradient at the adapted weights), "second_order" (by the true gradient, through every
+        update) or "frozen" (not at all).
     learn_rates: the rates are trained too, from the given ones on.
     natural: the levels take natural steps, `G A^-1` with A the second moment of each matrix's
         inputs (`nestling.continuum.natural`); the model keeps A as buffers and learns it in
@@ -165,6 +166,12 @@ class NestlingConfig(PreTrainedConfig):
                 f"levels learn in the channel 'cms' (a continuum memory); channel is"
                 f" {self.channel!r}, so no level can have a rate"
             )
+        for name in ("learn_rates", "natural"):
+            if getattr(self, name) and not self.learns_in_training:
+                raise ValueError(
+                    f"{name}=True is trained while the levels learn, and learning='plain' trains"
+                    " them standing still: take learning='first_order' or 'second_order'"
+                )
         if self.transfer == "second_order" and self.learning != "second_order":
             raise ValueError(
                 "transfer='second_order' needs learning='second_order'; got"
@@ -175,6 +182,11 @@ class NestlingConfig(PreTrainedConfig):
     def learns(self) -> bool:
         """Whether any level learns while the model reads."""
         return any(level.active for level in self.memory_levels)
+
+    @property
+    def learns_in_training(self) -> bool:
+        """Whether they learn in `train()` mode too: always, but with learning="plain"."""
+        return self.learns and self.learning != "plain"
 
     @property
     def memory_levels(self) -> tuple[MemoryLevel, ...]:

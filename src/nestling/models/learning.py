@@ -55,6 +55,7 @@ class Request(NamedTuple):
     learn: bool | tuple[str, ...]  # the levels that learn: all, none, or these
     keep_logits: bool
     measure: bool
+    hidden: bool = False  # every layer's input, and the last layer's output, are wanted
 
 
 class Result(NamedTuple):
@@ -63,6 +64,7 @@ class Result(NamedTuple):
     logits: Tensor  # [B, T, V]; [B, 1, V] without `keep_logits`
     loss: Tensor | None  # with `targets`
     updates: tuple[LevelUpdate, ...]
+    hidden: tuple[Tensor, ...] | None = None  # [B, T, D] each
 
 
 class _Group(NamedTuple):
@@ -146,6 +148,11 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
             "packed rows (position_ids that restart) cannot go on from past_key_values: put each"
             " document in a row of its own"
         )
+    if request.hidden:
+        raise ValueError(
+            "packed rows (position_ids that restart) give no hidden states: put each document in a"
+            " row of its own"
+        )
     cache = None if request.cache is None else MemoryCache(len(request.cache))
     targets = request.targets
     made = _learn(
@@ -190,7 +197,12 @@ def _learn(model: Any, request: Request) -> Result:
             loss = _hand_over(model, engine, outer, request)
     joined = _joined(groups, logits, request)
     updates = _by_position(groups, reader.updates, request)
-    return Result(joined[:, -1:] if last_only else joined, loss, updates)
+    hidden = None
+    if request.hidden:
+        whole, layers = request._replace(keep_logits=True), len(model.model.layers) + 1
+        each = [[None if h is None else h[n] for h in reader.hidden] for n in range(layers)]
+        hidden = tuple(_joined(groups, found, whole) for found in each)
+    return Result(joined[:, -1:] if last_only else joined, loss, updates, hidden)
 
 
 def _ends_early(group: _Group, length: int) -> bool:
@@ -210,6 +222,8 @@ class _Reader:
         self.recompute = recompute
         self.states: list[ContinuumState] = []
         self.updates: list[Sequence[LevelUpdate]] = []  # of every group
+        self.hidden: list[list[Tensor] | None] = []  # of every group, if it is wanted
+        self._passes: list[list[Tensor]] = []  # the hidden states of every forward pass
         names = request.learn
         self.silent = [
             names is not True and (names is False or level.name not in names)
@@ -222,6 +236,7 @@ class _Reader:
         if group.ids.shape[1] == 0:
             self.states.append(state)
             self.updates.append(())
+            self.hidden.append(None)
             return None
         request, targets = self.request, None
         if request.targets is not None:
@@ -251,11 +266,21 @@ class _Reader:
             out = stream.learn(group.ids, wanted if group.valid is None else group.valid, state)
         self.states.append(out.state)
         self.updates.append(out.updates)
+        if request.hidden:  # tokens that are read once more, of an earlier call, come first
+            joined = (torch.cat(pieces, 1) for pieces in zip(*self._passes, strict=True))
+            self.hidden.append([each[:, -group.ids.shape[1] :] for each in joined])
+            self._passes = []
         return out.logits
 
     def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
         cache = self.model.make_cache(tree, seen)
-        x = self.model.model(input_ids=ids, past_key_values=cache, use_cache=True, hooks=False)
+        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "hooks": False}
+        if self.request.hidden:
+            options["gather"] = []
+        x = self.model.model(input_ids=ids, **options)
+        if self.request.hidden:
+            constant = self.request.meta is None
+            self._passes.append([h.detach() if constant else h for h in options["gather"]])
         return self.model.lm_head(x.last_hidden_state), cache
 
     def _rates(self) -> list[Any]:

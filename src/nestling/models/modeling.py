@@ -201,7 +201,10 @@ class NestlingModel(NestlingPreTrainedModel):
             x, mask = as_documents(x, layout), layout.mask
         after = []
         hooks = kwargs.get("hooks", True)  # without: the engine's segments, nobody else's business
+        gather: list[Tensor] | None = kwargs.get("gather")  # hidden states, for the engine
         for number, layer in enumerate(self.layers):
+            if gather is not None:
+                gather.append(x)
             read = layer if hooks else layer.forward
             x, state = read(x, None if states is None else states[number], mask)
             after.append(state)
@@ -209,7 +212,10 @@ class NestlingModel(NestlingPreTrainedModel):
             x, after = as_rows(x, layout), list(state_select(tuple(after), layout.last))
         if cache is not None:
             cache.advance(tuple(after), columns)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=cache)
+        x = self.norm(x)
+        if gather is not None:
+            gather.append(x)
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
 
     def init_states(self, batch_size: int) -> tuple[Any, ...]:
         """The memory state of every layer before the first token."""
@@ -269,6 +275,11 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         """Whether the levels of this model learn while it reads (`config.levels` have rates)."""
         return self.config.learns
 
+    @property
+    def learns_now(self) -> bool:
+        """Whether they learn in the model's present mode (`config.learning`)."""
+        return self.config.learns_in_training if self.training else self.config.learns
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # the memory state is the cache, and the model makes it
@@ -288,7 +299,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        learn: bool | Sequence[str] = True,
+        learn: bool | Sequence[str] | None = None,
         measure: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -297,11 +308,15 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         `position_ids` are needed for packed rows only: every state knows its position.
 
         learn: in a model whose levels learn, False only reads, with what was learned so far; names
-            of levels let only these learn. measure: the norms in the output's `updates`.
+            of levels let only these learn; by default all do, from tokens (`inputs_embeds` are only
+            read). measure: the norms in the output's `updates`.
         """
         learned = getattr(past_key_values, "learned", None) is not None
+        if learn is None:
+            learn = input_ids is not None
         learn = learn if isinstance(learn, bool) else tuple(learn) or False
-        if learned or (learn is not False and self.learns):
+        learn = learn if self.learns_now else False
+        if learned or learn is not False:
             if input_ids is None:
                 raise ValueError("levels learn from tokens: give input_ids, or learn=False")
             return self._learning(
@@ -353,8 +368,6 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """`forward` while the levels learn from what is read (Eq. 71)."""
         self.model._refuse(options, position_ids)
-        if options.get("output_hidden_states"):
-            raise ValueError("levels that learn keep no hidden states; pass learn=False for them")
         names = [level.name for level in self.config.memory_levels]
         if wrong := [] if isinstance(learn, bool) else sorted(set(learn) - set(names)):
             raise ValueError(f"learn: no level {', '.join(wrong)}; there are {', '.join(names)}")
@@ -363,23 +376,26 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         cache = None if past is None else self.model._cache(past, ids.shape[0], True)
         mask = _token_mask(attention_mask, ids.shape[1])
         config, shifted = self.config, options.get("shift_labels")
+        order = "first_order" if config.learning == "plain" else config.learning
         targets = outer_targets(ids, labels, shifted, mask)
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        first = grad and config.truncate and config.learning != "second_order"
+        first = grad and config.truncate and order != "second_order"
         once = first and self.training and targets is not None and learn is not False
         layout = documents(position_ids, mask, ids.shape[0])
+        hidden: Any = options.get("output_hidden_states")
         given = Request(
             ids=ids,
             mask=mask,
             cache=cache,
             targets=targets if once else None,
             items=options.get("num_items_in_batch"),
-            meta=config.learning if grad and not once else None,
+            meta=order if grad and not once else None,
             learn=learn,
             keep_logits=targets is not None or not _only_last(logits_to_keep),
             measure=measure,
+            hidden=bool(config.output_hidden_states if hidden is None else hidden),
         )
-        logits, loss, updates = learn_tokens(self, given, layout)
+        logits, loss, updates, hidden = learn_tokens(self, given, layout)
         if loss is None and targets is not None:
             options = {**options, "shift_labels": targets}
             loss = self.loss_function(logits, labels, config.vocab_size, **options)
@@ -387,7 +403,13 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         elif given.keep_logits:
             logits = logits[:, -logits_to_keep:]
-        return NestlingOutput(loss=loss, logits=logits, past_key_values=cache, updates=updates)
+        return NestlingOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache,
+            updates=updates,
+            hidden_states=hidden,
+        )
 
     def stream(
         self,

@@ -40,12 +40,16 @@ CONTINUUM: dict[str, Any] = {
     "topology": "parallel",
     "activation": "swiglu",
     "levels": [
-        {"name": "fast", "chunk": 64},
-        {"name": "middle", "chunk": 256},
-        {"name": "slow", "chunk": 1024},
+        {"name": "fast", "chunk": 256, "rate": 1.0},
+        {"name": "middle", "chunk": 512, "rate": 1.0},
+        {"name": "slow", "chunk": 1024, "rate": 1.0},
     ],
+    "learning": "plain",
 }
-"""The continuum memory of `hope` and `hope_attention`: gated levels side by side (Eq. 74)."""
+"""The continuum memory of `hope` and `hope_attention`: gated levels side by side (Eq. 74).
+
+They are trained as ordinary weights and learn while the model reads.
+"""
 
 MEMORY: dict[str, Any] = {
     "projections": {"steering": 8},
@@ -151,6 +155,8 @@ def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
         **deepcopy(MODELS[model]),
         **fields,
     }
+    if "cms" not in given["channel"] and "levels" not in fields:  # there are no levels to learn
+        given = {name: v for name, v in given.items() if name not in ("levels", "learning")}
     if "mixer_options" in fields and "mixer_options" in MODELS[model]:
         given["mixer_options"] = _joined(MODELS[model]["mixer_options"], fields["mixer_options"])
     if given["vocab_size"] == BYTE_VOCABULARY:

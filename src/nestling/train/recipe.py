@@ -102,9 +102,7 @@ class Recipe:
                 raise ValueError(f"{key} must be at least {least}; got {value}")
         optim = self.optim
         if not 0 < optim.lr <= _MOST_RATE:
-            raise ValueError(
-                f"optim.lr must be above 0 and at most {_MOST_RATE:g}; got {optim.lr}"
-            )
+            raise ValueError(f"optim.lr must be above 0 and at most {_MOST_RATE:g}; got {optim.lr}")
         if optim.clip is not None and not (math.isfinite(optim.clip) and optim.clip > 0):
             raise ValueError(
                 f"optim.clip must be a finite number above 0, or none; got {optim.clip}"
@@ -253,22 +251,17 @@ def small() -> Recipe:
     )
 
 
-def _learning() -> dict[str, Any]:
-    """The default levels, which learn while they read."""
-    chunks = {"fast": 64, "middle": 256, "slow": 1024}
-    return {"levels": [{"name": name, "chunk": c, "rate": 0.3} for name, c in chunks.items()]}
-
-
 def hope() -> Recipe:
-    """A Hope of 1M parameters whose levels learn while it reads, trained for that (Eq. 71, 73)."""
+    """A Hope of 1M parameters whose levels learn in training too (Eq. 71, 73)."""
+    fields = {"learning": "first_order"}
     return Recipe(
-        model=Model(fields=_learning()), data=Data(length=2048), run=Run(rows=2, eval_windows=8)
+        model=Model(fields=fields), data=Data(length=2048), run=Run(rows=2, eval_windows=8)
     )
 
 
 def hope_attention() -> Recipe:
     """As hope, with window attention in place of self-modifying memories."""
-    fields = {**_learning(), "mixer_options": {"attention": {"window": 128}}}
+    fields = {"learning": "first_order", "mixer_options": {"attention": {"window": 128}}}
     return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
 
 

@@ -87,7 +87,7 @@ def loss_sum(
     """
     options: dict[str, Any] = {"use_cache": keep}
     mask = None if bool(batch.mask.all()) else batch.mask.to(device)  # decided before it moves
-    if getattr(getattr(model, "module", model), "learns", False):
+    if getattr(getattr(model, "module", model), "learns_now", False):
         targets = batch.targets.to(device)
         options |= {"shift_labels": targets, "num_items_in_batch": 1.0, "learn": learn}
         cache = _carried(model, states, batch.fresh, learn) if keep else None

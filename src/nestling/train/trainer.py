@@ -403,7 +403,7 @@ class Trainer:
         if recipe.run.recompute:
             self.bare.gradient_checkpointing_enable()
         keep = recipe.data.order == "sequential" and recipe.data.carry
-        if keep and self.bare.learns and world.size > 1:
+        if keep and self.bare.config.learns_in_training and world.size > 1:
             raise ValueError(
                 "data.carry=true with levels that learn while they read runs in one process: each"
                 f" row is at a place of its own, and there are {world.size}; set data.carry=false"
@@ -436,7 +436,7 @@ class Trainer:
         if self.world.main:
             sweep(self.checkpoints)
         types = named_tuples(self.bare.model.init_states(1))
-        if self.bare.learns:
+        if self.bare.config.learns_in_training:
             types |= named_tuples(Learned((), (begin(engine_of(self.bare), 1),)))
         found = load_latest(self.checkpoints, types, self.world)
         if found is None:
@@ -489,7 +489,7 @@ class Trainer:
 
     def _saved_carry(self) -> Any:
         """The carried memories as one; what levels have learned stays in its micro-batches."""
-        if self.carry is None or self.bare.learns:
+        if self.carry is None or self.bare.config.learns_in_training:
             return self.carry
         return state_stack(self.carry)
 
@@ -512,7 +512,7 @@ class Trainer:
 
     def _load_carry(self, found: Checkpoint) -> list[Any] | None:
         """This process's rows of the carried memories, in its micro-batches."""
-        if self.bare.learns:
+        if self.bare.config.learns_in_training:
             kept: list[Any] | None = found.load("carry")
             return kept and [state_to(each, device=self.world.device) for each in kept]
         rows = self.recipe.run.rows // self.world.size
