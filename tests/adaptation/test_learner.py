@@ -103,6 +103,9 @@ def test_our_own_models_can_be_adapted_too():
     frozen = learner.score(repeated(60))
     learner.learn(repeated(160))
     assert learner.score(repeated(60)) < frozen
+    ids = repeated(600)[None]  # longer than the chunks of its own levels, which rest here
+    assert torch.equal(learner(ids).logits, learner(ids, learn=False).logits)
+    assert not torch.equal(model(ids).logits, model(ids, learn=False).logits)
 
 
 @pytest.mark.parametrize("transfer", [None, "move", "reptile"])

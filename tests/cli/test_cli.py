@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+import nestling
 from nestling.cli import COMMANDS, main
 from nestling.models import NestlingForCausalLM, presets
 from nestling.models.tokenizer import byte_tokenizer
@@ -76,3 +77,10 @@ def test_mistakes_get_one_line(arguments, said, capsys):
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_the_package_is_the_command():
+    said = subprocess.run(
+        [sys.executable, "-m", "nestling", "--version"], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == nestling.__version__

@@ -294,6 +294,7 @@ class Reading:
         self._before: Any = None
 
     def __enter__(self) -> Reading:
+        NOW.depth += 1
         if self._watch is not None:
             self._watch.__enter__()
         else:
@@ -301,6 +302,7 @@ class Reading:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        NOW.depth -= 1
         if self._watch is not None:
             self._watch.__exit__(*error)
         else:

@@ -62,9 +62,13 @@ def scaled_normal_(weight: Tensor, fan_in: int) -> None:
 
 
 class _Now(threading.local):
-    """The `nestling.continuum.fast.Reading` that is active in this thread, or None."""
+    """The `nestling.continuum.fast.Reading` that layers of this thread ask, or None.
+
+    depth: how many there are in this thread, those that look at every operation among them.
+    """
 
     reading: Any = None
+    depth: int = 0
 
 
 NOW = _Now()

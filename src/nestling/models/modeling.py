@@ -19,7 +19,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from nestling.continuum import Block, BlockState
-from nestling.continuum.layers import LevelLinear, LevelRates
+from nestling.continuum.layers import NOW, LevelLinear, LevelRates
 from nestling.levels import LevelUpdate
 from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
@@ -277,7 +277,12 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
 
     @property
     def learns_now(self) -> bool:
-        """Whether they learn in the model's present mode (`config.learning`)."""
+        """Whether they learn in the model's present mode (`config.learning`).
+
+        Not where it is read with what others have learned (`nestling.adapt`, `Continuum`).
+        """
+        if not torch.compiler.is_compiling() and NOW.depth:
+            return False
         return self.config.learns_in_training if self.training else self.config.learns
 
     @classmethod
