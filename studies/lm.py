@@ -181,8 +181,8 @@ LIMITS = (
     "Choices between endings (Table 2) are near chance for all models of this size: they are shown"
     " as sanity, and nothing is claimed from them.",
     "That Hope's levels learn while it reads became the default after the frozen Hope had been"
-    " seen 0.013 behind gated DeltaNet. A gated DeltaNet whose MLP learns gains as much and is ahead"
-    " of Hope again (study of levels): the lead here is that of learning, not of the memory.",
+    " seen 0.013 behind gated DeltaNet. A gated DeltaNet whose MLP learns gains as much and is"
+    " ahead of Hope again (study of levels): the lead here is of learning, not of the memory.",
 )
 
 
