@@ -309,8 +309,9 @@ def test_snapshot_names_that_look_unnamed_are_refused():
             learner.snapshot(name)
 
 
-def test_learning_under_autocast():
-    learner = nestling.adapt(tiny(), **OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS, {"chunks": [8, 16], "rule": "adam", "rate": 0.02}])
+def test_learning_under_autocast(options):
+    learner = nestling.adapt(tiny(), **options)
     frozen = learner.score(repeated(60))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = learner.learn(repeated(200))

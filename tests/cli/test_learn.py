@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nestling.adaptation import load_learner, load_pretrained
+from nestling.adaptation import Learner, load_learner, load_pretrained
 from nestling.cli import main
 from nestling.files import locked
 from nestling.models.tokenizer import byte_tokenizer
@@ -225,6 +225,26 @@ def test_a_killed_run_goes_on_bit_for_bit(model, text, tmp_path, capsys):
     ids = torch.arange(3, 60)[None]
     one, two = (load_learner(base, folder) for folder in (whole, cut))
     assert torch.equal(one(ids).logits, two(ids).logits)
+
+
+def test_a_stopped_run_goes_on_to_the_passes_it_was_given(model, text, tmp_path, monkeypatch):
+    other = tmp_path / "other.txt"
+    other.write_text(OTHER)
+    files = ["--from", text, str(other), "--save-every", "300"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    main(["learn", model, *files, *LEVELS, "--passes", "1", "--memory", str(whole)])
+    save = Learner.save
+
+    def stopped(*given, **options):
+        save(*given, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "save", stopped)
+        assert main(["learn", model, *files, *LEVELS, "--passes", "1", "--memory", str(cut)]) == 130
+    assert main(["learn", model, *files, "--memory", str(cut)]) == 0
+    base, _ = load_pretrained(model)
+    assert load_learner(base, cut).position == load_learner(base, whole).position
 
 
 @pytest.mark.parametrize(

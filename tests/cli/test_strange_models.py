@@ -141,6 +141,9 @@ def test_a_configuration_cannot_ask_for_more_than_the_folder_holds(model, fields
 
 
 def test_describe_builds_nothing_that_is_not_sensible(model, capsys):
+    change_config(model, vocab_size=1 << 25)  # which costs nothing if it is built after all
+    assert main(["describe", str(model)]) == 2
+    assert "vocab_size must be from 0 to 16777216; got 33554432" in capsys.readouterr().err
     change_config(model, num_hidden_layers=300_000)
     assert main(["describe", str(model)]) == 2
     assert "num_hidden_layers must be from 0 to 2048; got 300000" in capsys.readouterr().err
@@ -235,6 +238,8 @@ def test_a_models_own_code_never_runs_untrusted(model, kind, asked, capsys):
         ["learn", str(model), "--from", str(text), "--memory", memory],
     ]
     if kind == "tokenizer":  # which only training reads without the model
+        with pytest.raises(ValueError, match="code"):
+            check_tokenizer(str(model))
         lines.append(["train", "tiny", "--out", memory, f"data.tokenizer={model}"])
     else:
         lines.append(["describe", str(model)])
@@ -378,6 +383,7 @@ TENSOR = text(b"w") + struct.pack("<IQIQ", 1, 4, 0, 0)
         gguf(count=1, settings=NAMED, rest=text(b"w") + struct.pack("<IQIQ", 1, 1 << 50, 0, 0)),
         gguf(count=1, settings=NAMED, rest=text(b"w") + struct.pack("<IQIQ", 1, 4, 0, 1 << 50)),
         gguf(count=0, rest=TENSOR),
+        gguf(tensors=0, count=1, settings=NAMED),
     ],
 )
 def test_a_gguf_header_is_walked_through_first(tmp_path, data):
@@ -398,11 +404,40 @@ def test_a_gguf_tensor_without_weights_is_refused(tmp_path):
         check_gguf(path)
 
 
+SMALL = {"block_count": 1, "embedding_length": 64, "feed_forward_length": 64}
+BOMBS = {
+    "usual": ({}, "declares 6,607,343,616 parameters, but its files hold"),
+    "small": (SMALL, "parameters, but its files hold"),
+    "layers": ({"block_count": 300_000}, "num_hidden_layers must be from 0 to 2048; got 300000"),
+    "context": ({"context_length": 1 << 28}, "max_position_embeddings must be from 0 to"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_gguf_cannot_ask_for_more_than_it_holds(tmp_path, kind):
+    pytest.importorskip("gguf")
+    sizes, said = BOMBS[kind]
+    sizes = {"context_length": 8, "attention.head_count": 4, **sizes}
+    parts = [text(b"llama." + k.encode()) + struct.pack("<II", 4, v) for k, v in sizes.items()]
+    settings = NAMED + b"".join(parts)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf(count=1 + len(sizes), settings=settings, rest=TENSOR + bytes(64)))
+    check_gguf(path)
+    with pytest.raises(ValueError, match=said):
+        load_pretrained(path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
 def test_what_lies_beside_a_gguf_is_measured_too(tmp_path, name):
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf(count=1, settings=NAMED, rest=TENSOR + bytes(64)))
-    os.mkfifo(tmp_path / name)
+    beside = tmp_path / name
+    beside.touch()
+    os.truncate(beside, (64 << 20) + 1)
+    with pytest.raises(ValueError, match=f"{name}: 67108865 bytes; at most 67108864 are read"):
+        load_pretrained(path)
+    beside.unlink()
+    os.mkfifo(beside)
     with pytest.raises(ValueError, match=f"{name}: not a regular file"):
         load_pretrained(path)
 

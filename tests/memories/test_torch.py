@@ -47,7 +47,7 @@ def tokens(batch, length, seed=1, dtype=torch.float64):
 
 
 MASK = torch.tensor(
-    [[False, False, True, True, True, True], [True, True, True, False, True, False]]
+    [[False, False, True, True, True, True], [True, False, True, False, True, False]]
 )
 
 

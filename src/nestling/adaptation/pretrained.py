@@ -87,6 +87,9 @@ def load_pretrained(
             for beside in filter(Path.exists, map(path.with_name, _BESIDE)):
                 open_regular(beside, TOKENIZER_BYTES).close()
             options |= {"gguf_file": path.name}
+            config = AutoConfig.from_pretrained(path.parent, **options)
+            _check_fields(config.to_dict(), path.name)
+            _check_size(config, path.stat().st_size)
             return _load(path.parent, options, dtype or torch.float32, strict)
         if path.is_dir():
             _check_folder(path, trust_remote_code)
@@ -130,7 +133,11 @@ def _check_folder(folder: Path, trust: bool) -> None:
         raise ValueError("it comes with Python code of its own, which runs only when trusted")
     if trust:
         return
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    _check_size(AutoConfig.from_pretrained(folder, trust_remote_code=False), weights)
+
+
+def _check_size(config: Any, weights: int) -> None:
+    """Refuse a configuration of more parameters than so many bytes of weights can hold."""
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     count = sum(p.numel() for p in skeleton.parameters())
@@ -143,6 +150,11 @@ def check_config(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = expect(
         read_json(folder / "config.json", 16 << 20)[0], dict, "config.json"
     )
+    _check_fields(found, "config.json")
+    return found
+
+
+def _check_fields(found: dict[str, Any], file: str) -> None:
     parts = {key: part for key, part in found.items() if isinstance(part, dict)}
     for name, fields in {"": found, **parts}.items():
         for keys, most in _MOST.items():
@@ -151,11 +163,10 @@ def check_config(folder: Path) -> dict[str, Any]:
                 if value is not None and (type(value) is not int or not 0 <= value <= most):
                     where = f"{name}.{key}" if name else key
                     said = f"must be from 0 to {most}; got {str(value)[:40]}"
-                    raise ValueError(f"config.json: {where} {said}")
+                    raise ValueError(f"{file}: {where} {said}")
         levels = fields.get("levels")
         if isinstance(levels, list) and len(levels) > LEVELS:
-            raise ValueError(f"config.json: at most {LEVELS} levels; got {len(levels)}")
-    return found
+            raise ValueError(f"{file}: at most {LEVELS} levels; got {len(levels)}")
 
 
 LAYERS = 2048

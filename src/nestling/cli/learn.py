@@ -123,6 +123,8 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
             learner.save(arguments.memory)
             _say(f"{arguments.undo}: what it changed is taken back")
         plan = _plan(learner.notes, arguments.files, texts)
+        if arguments.passes is not None:
+            plan = [{**entry, "passes": arguments.passes} for entry in plan]
         learned = not texts
         for number, text in enumerate(texts):
             if not plan[number]["done"]:
@@ -159,7 +161,7 @@ def _learn_file(
     from nestling.adaptation.own_text import own_texts
 
     entry = plan[number]
-    passes = arguments.passes or passes_for(len(ids))
+    passes = entry.get("passes") or passes_for(len(ids))
     sample = ids[:SCORED]
     if entry["tokens"] == 0 and entry["pass"] == 1:
         if len(ids) > 1:
