@@ -7,6 +7,8 @@ import torch
 from small_models import VOCABULARY, model_of, tokens
 from torch.func import functional_call, grad, vmap
 
+from nestling.models import NestlingForCausalLM, presets
+
 NAMES = ("hope", "hope_attention", "transformer", "titans", "deltanet")
 
 
@@ -107,3 +109,17 @@ def test_shapes_on_the_meta_device(name):
     assert model(ids.to("meta"), labels=ids.to("meta")).loss.is_meta
     more = model(ids.to("meta"), past_key_values=output.past_key_values)
     assert more.logits.shape == (2, 9, VOCABULARY)
+
+
+@torch.no_grad()
+def test_levels_that_learn_are_exported_without_learning():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8}
+    model = NestlingForCausalLM(presets.tiny(num_attention_heads=2, **sizes)).eval()
+    ids = torch.randint(0, 250, (1, 300))
+    with pytest.raises(ValueError, match="cannot be exported: give learn=False"):
+        torch.export.export(model, (ids,), kwargs={"use_cache": False})
+    still = {"use_cache": False, "learn": False}
+    program = torch.export.export(model, (ids,), kwargs=still).module()
+    torch.testing.assert_close(program(ids, **still).logits, model(ids, **still).logits)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)

@@ -321,6 +321,8 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             learn = input_ids is not None
         learn = learn if isinstance(learn, bool) else tuple(learn) or False
         learn = learn if self.learns_now else False
+        if learn is not False and torch.compiler.is_exporting():
+            raise ValueError("levels that learn cannot be exported: give learn=False")
         if learned or learn is not False:
             if input_ids is None:
                 raise ValueError("levels learn from tokens: give input_ids, or learn=False")
