@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Activation", "gelu", "linear", "relu", "silu", "tanh"]
-
 
 class Activation(NamedTuple):
     """A nonlinearity and its derivative, both element-wise."""

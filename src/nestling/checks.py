@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["one_of", "whole_number"]
-
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Reject a value that is not among those allowed."""

@@ -38,32 +38,6 @@ try:
 except ImportError:  # Windows: no locks between processes
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "BrokenFileError",
-    "BusyError",
-    "Manifest",
-    "Part",
-    "TensorFile",
-    "check_finite",
-    "check_folder",
-    "check_state",
-    "expect",
-    "fingerprint",
-    "load_state",
-    "load_tree",
-    "locked",
-    "open_regular",
-    "read_facts",
-    "read_json",
-    "read_manifest",
-    "save_state",
-    "save_tree",
-    "sync_folder",
-    "verify",
-    "write_atomic",
-    "write_manifest",
-    "write_tensors",
-]
 
 FORMAT = 2  # of the manifest
 VERSION = 2  # of saved states; 1 had a form of its own for each kind

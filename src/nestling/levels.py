@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Level", "LevelUpdate", "boundaries", "due", "multiple", "rank"]
-
 Name = TypeVar("Name", bound=Hashable)
 
 

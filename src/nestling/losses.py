@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["IGNORE", "first_loss", "pair_losses", "stream_losses", "windowed_losses"]
-
 IGNORE = -100  # a target that nothing has to predict; its loss is 0
 
 

@@ -10,8 +10,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["bf16_is_quicker", "bf16_speed", "keep_memory"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
 
 

@@ -21,18 +21,6 @@ from torch import Tensor
 
 from nestling.activations import Activation, gelu
 
-__all__ = [
-    "Architecture",
-    "Matrix",
-    "Objective",
-    "Signal",
-    "TwoLayer",
-    "dot",
-    "l2",
-    "lp",
-    "oja",
-]
-
 
 class Signal(NamedTuple):
     """The error and the input of one linear layer: its gradient is `error input^T`."""

@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["register"]
-
 _REGISTRY = "transformers.models.auto.configuration_auto"
 
 

@@ -20,24 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = [
-    "batch_size",
-    "named_tuples",
-    "pack",
-    "state_detach",
-    "state_repeat",
-    "state_select",
-    "state_stack",
-    "state_start",
-    "state_to",
-    "tree_dict",
-    "tree_from_dict",
-    "tree_leaves",
-    "tree_map",
-    "tree_walk",
-    "unpack",
-]
-
 Tree = TypeVar("Tree")
 
 

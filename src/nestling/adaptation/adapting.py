@@ -23,7 +23,6 @@ from nestling.rules import Rule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RULES", "adapt", "load_learner"]
 
 RULES: dict[str, Callable[[], Rule]] = {
     "natural": lambda: rules.identity,

@@ -18,21 +18,6 @@ from nestling.continuum.stream import Confine
 from nestling.levels import LevelUpdate
 from nestling.tree import tree_leaves
 
-__all__ = [
-    "Alarm",
-    "Drift",
-    "DriftWarning",
-    "Limits",
-    "Snapshots",
-    "as_numbers",
-    "base_norms",
-    "find_alarm",
-    "norm",
-    "tree_bytes",
-    "trust_region",
-    "warn_refused",
-]
-
 Levels = tuple[LevelState, ...]
 
 

@@ -40,8 +40,6 @@ from nestling.continuum.fast import Reading, cut, weight_of
 from nestling.levels import LevelUpdate, boundaries
 from nestling.losses import pair_losses, windowed_losses
 
-__all__ = ["Learner", "Report", "Text", "passes_for"]
-
 PIECE = 512
 """Tokens between two looks at the limits, at least (a whole number of the fastest chunks)."""
 

@@ -40,8 +40,6 @@ class Text(NamedTuple):
     before: tuple[tuple[Fast, ...], ...]
 
 
-__all__ = ["MemoryTree", "Saved", "Text", "describe", "fingerprint", "load", "read_meta", "save"]
-
 NAME, KIND = "memory", "nestling memory"
 LEVELS = 64  # at most, in a memory that is read
 

@@ -28,8 +28,6 @@ from nestling.continuum.engine import Engine
 from nestling.continuum.fast import Reading
 from nestling.losses import pair_losses
 
-__all__ = ["Cost", "Metric", "measure_metric", "model_metric"]
-
 DAMPING = 0.1
 """Of the mean second moment, added to all directions: what a short sample cannot tell is small."""
 

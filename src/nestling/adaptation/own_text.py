@@ -14,8 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["OwnText", "own_texts", "sample_text"]
-
 ROWS, LENGTH, HELD_OUT = 10, 96, 4
 
 

@@ -22,8 +22,6 @@ from torch.nn import functional
 
 from nestling.files import write_atomic
 
-__all__ = ["LowRank", "save_peft"]
-
 
 class LowRank(NamedTuple):
     """One layer's difference as `b @ a`."""

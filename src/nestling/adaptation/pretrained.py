@@ -36,14 +36,6 @@ from nestling.files import (
     read_json,
 )
 
-__all__ = [
-    "check_config",
-    "check_gguf",
-    "load_llama2c",
-    "load_llama2c_tokenizer",
-    "load_pretrained",
-]
-
 _HEADER = struct.Struct("<7i")  # dim, hidden, layers, heads, kv_heads, vocabulary, context
 SPACE = "\u2581"
 TOKENIZER_BYTES, TOKEN_BYTES = 64 << 20, 4096  # at most, of a tokenizer file and of a token

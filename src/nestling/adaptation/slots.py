@@ -17,16 +17,6 @@ from nestling.checks import one_of
 from nestling.continuum import Part, Slot
 from nestling.continuum.assignment import own_slots
 
-__all__ = [
-    "ASSIGNMENTS",
-    "Matrix",
-    "assign_levels",
-    "check_model",
-    "choose_layers",
-    "left_out",
-    "mlp_matrices",
-]
-
 PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),  # Llama, Qwen, Mistral, Gemma, ...
     (("gate_up_proj",), "down_proj"),  # Phi-3

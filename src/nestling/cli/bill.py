@@ -7,8 +7,6 @@ import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any
 
-__all__ = ["bill"]
-
 
 def bill() -> str:
     """Every installed package that nestling needs, directly or not, in the CycloneDX 1.5 form.

@@ -7,8 +7,6 @@ import argparse
 from nestling.checks import one_of
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 _PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
 
 _EXAMPLES = """examples:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 NAMES = {"hope": "Hope", "hope_attention": "Transformer"}
 PASSAGE = 420  # characters of a shaded passage
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from nestling.cli import Parser
 
-__all__ = ["build", "parser", "run"]
-
 _EXAMPLES = """examples:
   nestling describe hope --optimizer M3
   nestling describe transformer --optimizer AdamW --out transformer.html

@@ -10,8 +10,6 @@ import platform
 
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 _EXAMPLES = """examples:
   nestling doctor
   nestling doctor --bill > bill.json       # what is installed with nestling, as CycloneDX JSON

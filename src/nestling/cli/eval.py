@@ -13,8 +13,6 @@ from typing import Any
 from nestling.checks import one_of
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
   nestling eval runs/tiny/model book.txt --bins 12 --out loss.json

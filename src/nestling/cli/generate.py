@@ -11,8 +11,6 @@ from typing import Any
 
 from nestling.cli import Parser
 
-__all__ = ["folder", "load", "new_file", "parser", "run", "trust_option"]
-
 _EXAMPLES = """examples:
   nestling generate runs/tiny/model --prompt "Day 1, spring."
   nestling generate runs/tiny/model --prompt "Day 1" --tokens 300 --temperature 0.8 --seed 1

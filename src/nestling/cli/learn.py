@@ -13,8 +13,6 @@ from typing import Any
 
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 _EXAMPLES = """examples:
   nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from diary.txt --memory mine
   nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --memory mine

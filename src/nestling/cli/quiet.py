@@ -8,8 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-__all__ = ["quiet"]
-
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

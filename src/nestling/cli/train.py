@@ -8,8 +8,6 @@ from pathlib import Path
 
 from nestling.cli import Parser
 
-__all__ = ["parser", "run"]
-
 _EXAMPLES = """examples:
   nestling train tiny
   nestling train tiny model.mixer=transformer run.steps=1000 --out runs/transformer

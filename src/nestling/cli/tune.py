@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nestling.train.recipe import Recipe
     from nestling.train.search import Axis
 
-__all__ = ["parser", "run"]
 
 _EXAMPLES = """examples:
   nestling tune tiny run.steps=100                              optim.lr alone, 8 trials

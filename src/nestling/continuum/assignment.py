@@ -16,17 +16,6 @@ from nestling.continuum.fast import Owned, Part, weight_of
 from nestling.continuum.layers import Chain, Parallel
 from nestling.levels import Level
 
-__all__ = [
-    "REST",
-    "Slot",
-    "level_names",
-    "level_parts",
-    "own_slots",
-    "owned",
-    "shapes",
-    "shared_slots",
-]
-
 REST = Level(name="rest", chunk=1)
 """The level of all parameters that belong to no memory: a step every step."""
 

@@ -22,8 +22,6 @@ from nestling.continuum.stream import (
 )
 from nestling.continuum.supervised import Loss, PairStream
 
-__all__ = ["METAS", "Continuum", "meta_loss"]
-
 METAS = (None, "frozen", "first_order", "second_order")
 """The kinds of differentiation through a call; see `Continuum.forward`."""
 

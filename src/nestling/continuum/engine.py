@@ -33,24 +33,6 @@ from nestling.levels import Level, LevelUpdate, multiple
 from nestling.rules.core import Gates, Pairs, Rule, Write, identity
 from nestling.tree import state_detach, tree_map
 
-__all__ = [
-    "TRANSFERS",
-    "Engine",
-    "LevelState",
-    "MemoryLevel",
-    "Segment",
-    "Wiring",
-    "check_move",
-    "collect",
-    "empty",
-    "feed",
-    "move",
-    "release",
-    "remember",
-    "transfer",
-    "wire",
-]
-
 Rate = float | Tensor
 
 TRANSFERS = ("frozen", "first_order", "reptile", "second_order")

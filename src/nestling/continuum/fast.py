@@ -32,30 +32,6 @@ from torch.overrides import TorchFunctionMode
 
 from nestling.continuum.layers import NOW
 
-__all__ = [
-    "Factors",
-    "Fast",
-    "LiveSlot",
-    "Owned",
-    "Part",
-    "Reading",
-    "Record",
-    "add",
-    "cut",
-    "dense",
-    "handier",
-    "handy",
-    "merge",
-    "norm2",
-    "read",
-    "scale",
-    "smaller",
-    "step",
-    "truncate",
-    "truncate_all",
-    "weight_of",
-]
-
 
 class Part(NamedTuple):
     """One level's part of a slot: all of it, or `start:stop` along one axis.

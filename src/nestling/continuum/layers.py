@@ -27,23 +27,6 @@ from nestling.levels import Level
 from nestling.memories.core import Memory
 from nestling.norm import RMSNorm
 
-__all__ = [
-    "ACTIVATIONS",
-    "GATED",
-    "MLP",
-    "Block",
-    "BlockState",
-    "Chain",
-    "Channel",
-    "FeedForward",
-    "InContext",
-    "LevelLinear",
-    "LevelRates",
-    "Parallel",
-    "SwiGLU",
-    "level_mlp",
-]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
     "relu": nn.functional.relu,

@@ -25,8 +25,6 @@ from nestling.continuum.stream import cache_from, cache_tree
 from nestling.rules.core import Gates, Write
 from nestling.tree import state_detach
 
-__all__ = ["NaiveResult", "naive"]
-
 
 class NaiveResult(NamedTuple):
     """Everything a run leaves behind."""

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DAMPING", "PACE", "InputMoments", "moments_of", "natural_step", "observe_inputs"]
-
 DAMPING = 0.1
 """Of the mean second moment, added to all directions: what was hardly ever seen is uncertain."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from nestling.tree import tree_leaves, tree_map
 
-__all__ = ["again"]
-
 
 def again(function: Callable[[Any], Any], tree: Any, others: Sequence[Tensor]) -> Any:
     """`function(tree)`, a tree; gradients reach the tensors of `tree` and `others`.

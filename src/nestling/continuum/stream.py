@@ -31,21 +31,6 @@ from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
-__all__ = [
-    "Confine",
-    "ContinuumState",
-    "Metric",
-    "Outer",
-    "Output",
-    "TokenStream",
-    "align",
-    "begin",
-    "cache_from",
-    "cache_tree",
-    "context_limit",
-]
-
-
 Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
 """`metric(slots)`: other inputs [B, n, Di] and surprises [B, n, Do] in place of every slot's."""
 

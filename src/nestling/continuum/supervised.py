@@ -18,8 +18,6 @@ from nestling.continuum.fast import Reading
 from nestling.continuum.stream import ContinuumState, Output
 from nestling.levels import LevelUpdate
 
-__all__ = ["Loss", "PairStream"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Outputs and targets of N examples to their losses, [N] or [N, ...] (not reduced)."""
 

@@ -20,8 +20,6 @@ from nestling.description.modules import (
 )
 from nestling.description.optimizers import Stepped, memories, parts
 
-__all__ = ["describe"]
-
 
 @runtime_checkable
 class Described(Protocol):

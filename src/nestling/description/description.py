@@ -14,8 +14,6 @@ from typing import Any
 
 from nestling.levels import rank
 
-__all__ = ["CLOCKS", "Component", "Description", "LevelDescription", "every", "short"]
-
 CLOCKS = ("token", "step", "item", "never")
 """The units of a component's chunk; a step takes in at least one token, so tokens are faster."""
 

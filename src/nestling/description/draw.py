@@ -25,8 +25,6 @@ from nestling.description.svg import (
     wave,
 )
 
-__all__ = ["page", "picture"]
-
 WIDTH, LEFT, RIGHT, GAP, BETWEEN = 1180, 190, 24, 14, 34
 MIDDLE = LEFT + (WIDTH - LEFT - RIGHT) / 4
 PER_LINE, MOST = 4, 8

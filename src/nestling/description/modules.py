@@ -22,8 +22,6 @@ from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
 from nestling.tree import tree_leaves
 
-__all__ = ["collapse", "continuum", "in_context", "level_weights", "unknown_mixers"]
-
 PAIRS = "keys and values of the sequence"
 START = "its start is learned by backpropagation"
 WHOLE = "backpropagation through its state"

@@ -20,8 +20,6 @@ from nestling.rules.momentum import MomentumState
 from nestling.rules.multiscale import MultiScaleState
 from nestling.tree import tree_walk
 
-__all__ = ["Remembered", "Stepped", "memories", "parts"]
-
 Group = Mapping[str, Any]
 GRADIENT, SQUARE = "-<m, g>", "-<m, g^2>"
 

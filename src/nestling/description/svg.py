@@ -6,8 +6,6 @@ import math
 import re
 from html import escape
 
-__all__ = ["CHAR", "TextLine", "arrow", "box", "document", "fit", "loop", "text", "wave"]
-
 CHAR = 0.6
 """Width of a letter in units of the font size, a little more than a sans-serif font needs."""
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from nestling.description.svg import COLOURS, INK, QUIET, document, fit, text
 from nestling.levels import LevelUpdate
 
-__all__ = ["Timeline"]
-
 WIDTH, LEFT, RIGHT, ROW, HEAD = 1180, 190, 150, 86, 84
 
 

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Question", "Recall", "likelihoods", "make_questions", "recall"]
-
 Scorer = Callable[[str, Sequence[str]], list[float]]
 """`scorer(prompt, options)`: the log-likelihood of every option as what follows the prompt."""
 

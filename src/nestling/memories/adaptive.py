@@ -27,8 +27,6 @@ from nestling.norm import RMSNorm
 from nestling.scan import scan
 from nestling.tree import state_start
 
-__all__ = ["AdaptiveMLP", "AdaptiveState"]
-
 
 class AdaptiveState(NamedTuple):
     """Tokens seen and the running weight of every sequence."""

@@ -28,8 +28,6 @@ from nestling.memories.core import (
     whole_number,
 )
 
-__all__ = ["Attention", "AttentionConfig", "AttentionState"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:

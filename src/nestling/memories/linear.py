@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from nestling.checks import one_of
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -30,20 +31,7 @@ from nestling.memories.core import (
 )
 from nestling.norm import unit
 from nestling.scan import BACKENDS, scan
-from nestling.scan.backends import one_of
 from nestling.tree import state_start
-
-__all__ = [
-    "DeltaNetConfig",
-    "GatedDeltaConfig",
-    "Gates",
-    "LinearAttentionConfig",
-    "LinearConfig",
-    "LinearMemory",
-    "LinearState",
-    "MatrixMemory",
-    "RetentionConfig",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from nestling.memories.linear import LinearConfig
 from nestling.norm import unit
 from nestling.scan import scan
 
-__all__ = ["OjaConfig", "oja_scan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OjaConfig(LinearConfig):

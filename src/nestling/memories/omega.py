@@ -14,8 +14,6 @@ from nestling.memories.linear import LinearConfig, MatrixMemory
 from nestling.norm import unit
 from nestling.scan.delta.chunk import products
 
-__all__ = ["Omega", "OmegaConfig", "OmegaState", "omega_scan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OmegaConfig(LinearConfig):

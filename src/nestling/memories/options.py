@@ -16,8 +16,6 @@ from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
 from nestling.memories.titans import TitansConfig
 from nestling.objectives import Objective, dot, l2
 
-__all__ = ["configure", "option_names"]
-
 Config = TypeVar("Config")
 """A frozen dataclass with `width` and `heads`."""
 

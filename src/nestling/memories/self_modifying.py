@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nestling.checks import one_of
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -27,7 +28,6 @@ from nestling.memories.core import (
 )
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
-from nestling.scan.backends import one_of
 from nestling.scan.self_modifying import SELF_BACKENDS, scan_self_modifying
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
 from nestling.scan.self_modifying.segment import project, recall

@@ -56,8 +56,6 @@ from nestling.scan.self_modifying import Inputs, SelfRule, Weights, scan_self_mo
 from nestling.scan.self_modifying.rule import Gates
 from nestling.scan.self_modifying.segment import recall
 
-__all__ = ["Titans", "TitansConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TitansConfig:

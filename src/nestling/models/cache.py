@@ -11,8 +11,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from nestling.continuum.stream import ContinuumState
 from nestling.tree import batch_size, state_repeat, state_select, state_stack
 
-__all__ = ["Learned", "MemoryCache", "MemoryLayer", "position"]
-
 
 class Learned(NamedTuple):
     """A batch of sequences, as read and learned, in groups that stand at one position."""

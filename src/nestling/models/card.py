@@ -8,8 +8,6 @@ from nestling.models.configuration import NestlingConfig
 from nestling.models.presets import MODELS, parameter_count
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
-__all__ = ["GENERATED", "model_card"]
-
 GENERATED = "has been automatically generated"
 """The text of the card that transformers makes for a new repository on the hub."""
 

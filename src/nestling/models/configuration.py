@@ -16,8 +16,6 @@ from nestling.continuum.engine import TRANSFERS, MemoryLevel
 from nestling.levels import Level
 from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
 
-__all__ = ["NestlingConfig"]
-
 _STUB = "modeling_nestling"
 _AUTO_MAP = {
     "AutoConfig": f"{_STUB}.NestlingConfig",

@@ -31,9 +31,6 @@ from nestling.models.streaming import StreamOutput, stream
 from nestling.norm import RMSNorm
 from nestling.tree import state_select
 
-__all__ = ["NestlingForCausalLM", "NestlingLayer", "NestlingModel", "NestlingPreTrainedModel"]
-
-
 PIECE = 1024
 """Tokens whose activations are recomputed together, where a state of constant size goes between."""
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Documents", "as_documents", "as_rows", "documents"]
-
 _WANTED = "position_ids must go up by one from token to token, or restart at 0 with a new document"
 
 

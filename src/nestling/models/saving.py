@@ -20,8 +20,6 @@ from nestling.models.cache import Learned, MemoryCache, position
 from nestling.models.learning import engine_of
 from nestling.tree import named_tuples, state_to
 
-__all__ = ["load_state", "save_state"]
-
 _NAME, _KIND = "state", "nestling state"
 _LEARNED = {kind.__name__: kind for kind in (Learned, ContinuumState, LevelState, Factors, Pairs)}
 

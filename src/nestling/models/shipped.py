@@ -10,8 +10,6 @@ from transformers import AutoTokenizer
 from nestling.models.modeling import NestlingForCausalLM
 from nestling.pretrained import find
 
-__all__ = ["pretrained"]
-
 
 def pretrained(
     name: str = "small", *, dtype: torch.dtype = torch.float32

@@ -36,8 +36,6 @@ from nestling.memories.options import configure
 from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
 from nestling.memories.titans import Titans, TitansConfig
 
-__all__ = ["CHANNELS", "MIXERS", "ChannelSpec", "MixerSpec"]
-
 Part = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
 
 MIXERS: dict[str, Part] = {

@@ -15,8 +15,6 @@ from torch import Tensor
 from nestling.losses import stream_losses
 from nestling.models.cache import MemoryCache
 
-__all__ = ["StreamOutput", "stream"]
-
 
 class StreamOutput(NamedTuple):
     """The result of reading one piece."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["BYTE_VOCABULARY", "byte_tokenizer"]
-
 _SPECIAL = ("<pad>", "<bos>", "<eos>")
 BYTE_VOCABULARY = 256 + len(_SPECIAL)
 """Tokens of the byte tokenizer: token i < 256 is byte i; then padding, begin and end."""

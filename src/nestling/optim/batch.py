@@ -18,8 +18,6 @@ from torch import Tensor
 from nestling.rules import Gates, Rule, Write
 from nestling.tree import tree_dict, tree_from_dict
 
-__all__ = ["Item", "Leaves", "Step", "StepResult", "flat_step", "matrix", "run_batched"]
-
 SMALL = 1 << 16
 """Parameters of at most this many elements are batched by default; larger ones run one by one."""
 LARGEST = 1 << 22

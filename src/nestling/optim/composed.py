@@ -8,8 +8,6 @@ from typing import Any
 from nestling.optim.shell import Group, RuleOptimizer, check_decays, common
 from nestling.rules import Rule, chain
 
-__all__ = ["Composed", "compose"]
-
 
 class Composed(RuleOptimizer):
     """One rule for all parameters; made by `compose`."""

@@ -16,8 +16,6 @@ from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_mome
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.dgd import dgd_factors
 
-__all__ = ["DGD", "DeepMomentum", "DeltaMomentum"]
-
 
 class DGD(RuleOptimizer):
     """Delta gradient descent (Eq. 54-58, 112-121) on linear layers, exact for the whole batch.

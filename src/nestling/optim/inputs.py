@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from nestling.rules import Pairs
 
-__all__ = ["Capture", "capture", "require_capture"]
-
 
 class Capture:
     """The pairs of a model's linear layers; made by `capture`. `remove()` (or `with`) ends it."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["LONGEST", "is_hidden_matrix", "label", "param_groups"]
-
 LONGEST = 16
 """A matrix more than this many times longer than wide counts as a table (embedding, head)."""
 

@@ -19,8 +19,6 @@ from nestling.levels import Level
 from nestling.optim.delta import DGD
 from nestling.optim.shell import RuleOptimizer, loss_of
 
-__all__ = ["NestedOptimizer"]
-
 Factory = Callable[[list[Any]], Optimizer]
 LevelPart = tuple[Level, Iterable[Any], Factory]
 KEPT = ("nested.sum", "nested.count")

@@ -18,8 +18,6 @@ from nestling.optim.shell import Group, RuleOptimizer, check_decays, common, req
 from nestling.rules import Rule, adamuon, multiscale, multiscale_literal, muon
 from nestling.rules.adam import adam
 
-__all__ = ["M3", "AdaMuon", "Muon"]
-
 Betas = tuple[float, float]
 
 

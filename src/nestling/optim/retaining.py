@@ -13,8 +13,6 @@ from nestling.optim.inputs import Capture, require_capture
 from nestling.optim.shell import ExactState, check_rate, loss_of, require
 from nestling.rules.retaining import retain_inputs, retaining
 
-__all__ = ["Retaining"]
-
 
 class Retaining(ExactState):
     """The retaining rule (Eq. 59) on captured `nn.Linear` weights, at a level's clock (Eq. 71).

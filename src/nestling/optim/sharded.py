@@ -20,8 +20,6 @@ from torch import Tensor
 from nestling.optim.batch import Item, StepResult
 from nestling.rules import Rule
 
-__all__ = ["is_sharded", "local", "run_sharded", "start"]
-
 Run = Callable[[Sequence[Item]], Iterator[StepResult]]
 
 

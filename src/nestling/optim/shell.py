@@ -23,17 +23,6 @@ from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_
 from nestling.rules import Gates, Rule, accumulate
 from nestling.tree import tree_dict
 
-__all__ = [
-    "ExactState",
-    "Group",
-    "RuleOptimizer",
-    "check_decays",
-    "check_rate",
-    "common",
-    "loss_of",
-    "require",
-]
-
 Group = Mapping[str, Any]
 UNCOMPILED = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 OWN = ("step", "master", "follow")

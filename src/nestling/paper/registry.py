@@ -20,20 +20,6 @@ from typing import NamedTuple
 
 from nestling.paper.statements import SECTIONS, STATEMENTS
 
-__all__ = [
-    "EQUATIONS",
-    "Entry",
-    "Equation",
-    "Execution",
-    "Symbol",
-    "citations",
-    "executions",
-    "find",
-    "index",
-    "summary",
-    "symbols",
-]
-
 PACKAGE = Path(__file__).resolve().parents[1]
 TESTS = PACKAGE.parents[1] / "tests"
 CITATION = re.compile(r"\bEqs?\.\s+(\d+(?:-\d+)?(?:(?:/|(?:,|,?\s+and)\s+)\d+(?:-\d+)?\b)*)")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from nestling.files import write_atomic
 
-__all__ = ["Page"]
-
 _STYLE = """
 :root { --ink: #1d2433; --soft: #5c667a; --line: #e3e7ee; --paper: #fbfbf9; --accent: #0b6e6e; }
 @media (prefers-color-scheme: dark) {

@@ -6,8 +6,6 @@ import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["COLOURS", "Line", "lines"]
-
 COLOURS = ("#0b6e6e", "#d1602d", "#5b5ea6", "#8a8d91", "#b8962e", "#9b2335")
 
 

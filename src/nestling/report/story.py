@@ -12,8 +12,6 @@ from nestling.description.draw import picture
 from nestling.report.page import Page
 from nestling.report.plots import Line, lines
 
-__all__ = ["Marked", "Story", "Trained", "tell"]
-
 WHERE = "position in the document (bytes)"
 
 

@@ -16,18 +16,6 @@ from torch import Tensor
 from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.momentum import accumulate
 
-__all__ = [
-    "Moments",
-    "SecondMoment",
-    "adagrad",
-    "adam",
-    "adam_direction",
-    "affine",
-    "averaged",
-    "mean_square",
-    "second_moment",
-]
-
 
 class Moments(NamedTuple):
     """Both memories of a weight's past gradients, of its shape; of the same level (Def. 2)."""

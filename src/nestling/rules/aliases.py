@@ -16,19 +16,6 @@ from nestling.rules.adam import Moments, adam, adam_direction, affine, averaged,
 from nestling.rules.core import Gates, Rule, State, Write, chain, factory, identity, stateless
 from nestling.rules.momentum import MomentumState, accumulate, momentum
 
-__all__ = [
-    "adamw",
-    "amsgrad",
-    "lion",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "sgd",
-    "signsgd",
-    "signum",
-    "weight_decay",
-]
-
 
 @factory
 def weight_decay(strength: float) -> Rule:

@@ -20,20 +20,6 @@ from typing import Any, NamedTuple, ParamSpec
 
 from torch import Tensor
 
-__all__ = [
-    "Gates",
-    "Pairs",
-    "Rule",
-    "State",
-    "Write",
-    "apply",
-    "chain",
-    "factory",
-    "identity",
-    "pairs",
-    "stateless",
-]
-
 State = Any
 """A (nested) tuple of tensors; `()` for a rule without state."""
 

@@ -30,8 +30,6 @@ from torch import Tensor
 from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.size import TINY
 
-__all__ = ["DeepMomentumState", "deep_momentum", "deep_momentum_loss"]
-
 
 class DeepMomentumState(NamedTuple):
     """The memory's two layers, shared by the rows of one matrix."""

@@ -29,8 +29,6 @@ from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.dgd import dgd_direction
 from nestling.rules.size import TINY, rms
 
-__all__ = ["DeltaMomentumState", "delta_momentum", "delta_momentum_literal"]
-
 
 class DeltaMomentumState(NamedTuple):
     """The memory of past gradients, of the weight's shape."""

@@ -28,8 +28,6 @@ from torch import Tensor
 
 from nestling.rules.core import Gates, Rule, State, Write, factory, pairs
 
-__all__ = ["dgd", "dgd_direction", "dgd_factors"]
-
 
 def dgd_direction(
     weight: Tensor,

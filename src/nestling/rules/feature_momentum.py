@@ -16,8 +16,6 @@ from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.momentum import momentum
 from nestling.rules.size import rms
 
-__all__ = ["feature_momentum", "polynomial", "power"]
-
 
 @factory
 def feature_momentum(

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from nestling.rules.core import Gates, Rule, State, Write, factory
 
-__all__ = ["MomentumState", "accumulate", "momentum"]
-
 
 class MomentumState(NamedTuple):
     """The memory of past gradients, of the weight's shape."""

@@ -43,8 +43,6 @@ from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.momentum import accumulate
 from nestling.rules.newton_schulz import QUINTIC, Coefficients, newton_schulz
 
-__all__ = ["MultiScaleState", "multiscale", "multiscale_literal"]
-
 SECONDS = ("update", "gradient", "none")
 
 

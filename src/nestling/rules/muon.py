@@ -19,8 +19,6 @@ from nestling.rules.core import Rule, chain, factory, identity, stateless
 from nestling.rules.momentum import momentum
 from nestling.rules.newton_schulz import QUINTIC, Coefficients, orthogonalise
 
-__all__ = ["SHAPE_SCALES", "adamuon", "muon", "rms_scale", "shape_scale"]
-
 SHAPE_SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),

@@ -31,15 +31,6 @@ from nestling.machine import bf16_is_quicker
 from nestling.rules.core import Rule, factory, stateless
 from nestling.rules.size import norm
 
-__all__ = [
-    "CUBIC",
-    "QUINTIC",
-    "newton_schulz",
-    "newton_schulz_naive",
-    "orthogonalise",
-    "quick_precision",
-]
-
 Coefficients = tuple[float, float, float]
 
 CUBIC: Coefficients = (1.5, -0.5, 0.0)

@@ -14,8 +14,6 @@ from torch import Tensor
 from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.size import rms
 
-__all__ = ["nonlinear", "squash"]
-
 
 @factory
 def nonlinear(

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from nestling.rules.core import Gates, Rule, State, Write, factory
 
-__all__ = ["Retained", "retain_inputs", "retaining", "retaining_step"]
-
 _PIECE = 64
 
 

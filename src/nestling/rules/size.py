@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["TINY", "norm", "rms"]
-
 TINY = 1e-20
 """Below this size a matrix counts as zero; dividing by it gives zero for a zero matrix."""
 

@@ -19,10 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nestling.checks import one_of
-
-__all__ = ["INSTALLED", "MISSING_FLA", "MISSING_TRITON", "any_order", "is_any_order", "one_of"]
-
 INSTALLED = frozenset(name for name in ("triton", "fla") if find_spec(name) is not None)
 """The packages found, of triton and fla (flash-linear-attention)."""
 

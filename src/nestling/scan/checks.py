@@ -11,20 +11,8 @@ from typing import Literal, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from nestling.checks import one_of
 from nestling.objectives import dot, l2
-from nestling.scan.backends import one_of
-
-__all__ = [
-    "MomentumState",
-    "Options",
-    "Read",
-    "Rule",
-    "check_chunk",
-    "check_range",
-    "check_scan",
-    "check_tensor",
-    "is_l2",
-]
 
 Rule = Literal["dgd", "gd"]
 Read = Literal["after", "before"]

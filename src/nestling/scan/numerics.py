@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Workspace", "compute_dtype", "decay", "unit_inverse"]
-
 _BASE = 8
 """Size of the diagonal blocks that `unit_inverse` inverts row by row."""
 

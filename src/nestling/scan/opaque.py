@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["differentiate_once", "only_needed", "opaque"]
-
 Function = Callable[[Sequence[Any], Sequence[Tensor | None]], Sequence[Tensor]]
 """Plain values and tensors in, tensors out."""
 

@@ -15,19 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = [
-    "DTYPES",
-    "INTERPRETED",
-    "LARGEST",
-    "flat",
-    "load_rows",
-    "longest",
-    "power",
-    "precision",
-    "unit_inverse",
-    "where_it_runs",
-]
-
 LARGEST = 128
 """The widest memory a program's tiles hold."""
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from nestling.losses import IGNORE
 from nestling.train.packed import PackedCorpus
 
-__all__ = ["Batch", "Batches", "Sequential", "Shuffled", "windows_of"]
-
 
 class Batch(NamedTuple):
     """One step's tokens; `targets` are shifted already, IGNORE where nothing is to be predicted."""

@@ -12,8 +12,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["chronicle", "chronicles"]
-
 _ONSETS = "b br c d dr f g gr h j k l m n p pr r s st t th v w".split()
 _VOWELS = "a e i o u ai ea ou".split()
 _CODAS = ["", "", "l", "n", "r", "s", "th", "m", "ck", "nd"]

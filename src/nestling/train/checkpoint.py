@@ -38,16 +38,6 @@ from nestling.files import (
 from nestling.train.distributed import World, own_rows, rows_of
 from nestling.tree import pack, unpack
 
-__all__ = [
-    "Checkpoint",
-    "checkpoints",
-    "load_checkpoint",
-    "load_latest",
-    "restore_",
-    "save_checkpoint",
-    "sweep",
-]
-
 _NAME = re.compile(r"step-(\d{8,})$")
 _PART, _KIND, _VERSION = "part", "nestling checkpoint", 2
 _META = {

@@ -16,8 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nestling.checks import one_of
 
-__all__ = ["GPUS", "Cost", "Gpu", "block_flops", "cost"]
-
 
 class Gpu(NamedTuple):
     """Peak dense bf16 operations per second, memory, and the link to its neighbours one way."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from nestling.tree import tree_map
 
-__all__ = ["World", "join", "own_rows", "rows_of", "whole"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class World:

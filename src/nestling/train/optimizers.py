@@ -14,8 +14,6 @@ from nestling.continuum import level_names
 from nestling.levels import Level
 from nestling.train.recipe import Optim
 
-__all__ = ["OPTIMIZERS", "build", "by_level", "places"]
-
 Maker = Callable[..., torch.optim.Optimizer]
 
 

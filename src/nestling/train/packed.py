@@ -36,8 +36,6 @@ from nestling.files import (
 )
 from nestling.train.corpus import Corpus
 
-__all__ = ["Encoder", "PackedCorpus", "prepare"]
-
 FORMAT = 4
 _FACTS = {
     "format": {FORMAT},

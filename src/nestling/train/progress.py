@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-__all__ = ["Progress", "preparing", "terminal_bar"]
-
 
 class Progress:
     """Reports a run's steps; silent unless `speak` (the main process)."""

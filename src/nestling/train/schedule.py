@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from nestling.checks import one_of
 
-__all__ = ["SHAPES", "Schedule"]
-
 
 def constant(progress: float) -> float:
     """Stay at one."""

@@ -19,8 +19,6 @@ from typing import Any
 
 from nestling.train.recipe import Recipe, changed
 
-__all__ = ["Axis", "apply", "halton", "is_axis", "read_space", "tpe"]
-
 LEVEL = "level"
 """The prefix of a level's keys: level.NAME.rate, level.NAME.chunk, level.NAME.retain."""
 

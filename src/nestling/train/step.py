@@ -22,8 +22,6 @@ from nestling.train.optimizers import places
 from nestling.train.recipe import Run
 from nestling.tree import state_detach, tree_map
 
-__all__ = ["Gradients", "Restarts", "gradients", "level_norms", "loss_sum", "precision"]
-
 
 class Gradients(NamedTuple):
     """The result of a backward pass: mean loss over all processes, and the memories after it."""

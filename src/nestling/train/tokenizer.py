@@ -12,8 +12,6 @@ from typing import Any
 from nestling.files import check_folder, write_atomic
 from nestling.train.corpus import Corpus
 
-__all__ = ["TextEncoder", "check_tokenizer", "load_tokenizer"]
-
 
 class TextEncoder:
     """A Hugging Face tokenizer as packing needs it (`packed.Encoder`)."""

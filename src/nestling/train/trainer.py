@@ -37,21 +37,6 @@ from nestling.train.step import Gradients, Restarts, gradients, level_norms, los
 from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
 from nestling.tree import named_tuples, state_select, state_stack, state_to
 
-__all__ = [
-    "Outcome",
-    "Trainer",
-    "TrainingFailedError",
-    "check",
-    "effects",
-    "evaluate",
-    "learning_levels",
-    "level_measures",
-    "load_data",
-    "make_batches",
-    "make_model",
-    "train",
-]
-
 
 class TrainingFailedError(RuntimeError):
     """The run cannot go on; the message says why and where the last good checkpoint is."""

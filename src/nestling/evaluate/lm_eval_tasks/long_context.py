@@ -13,8 +13,6 @@ from typing import Any
 from nestling.evaluate.samples import Sample, Tokens
 from nestling.evaluate.suites import SUITES, Data, samples
 
-__all__ = ["documents", "score"]
-
 
 def _tokenizer(given: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer

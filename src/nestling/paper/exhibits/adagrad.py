@@ -24,16 +24,6 @@ from nestling.rules.adam import Moments
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.momentum import accumulate
 
-__all__ = [
-    "adagrad_memory",
-    "adagrad_memory_step",
-    "adagrad_value",
-    "matrix_power",
-    "outer_loss",
-    "outer_moments",
-    "outer_optimum",
-]
-
 
 def outer_loss(memory: Tensor, grads: Tensor, value: Tensor, lam: float) -> Tensor:
     """`sum_i <m, g_i>^2 - 2 <m, P g_i> + lam |m|^2` (Eq. 107); grads [N, D], value [D, D]."""

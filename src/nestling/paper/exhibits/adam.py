@@ -22,16 +22,6 @@ from nestling.rules.adam import Moments, affine
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.momentum import accumulate
 
-__all__ = [
-    "adam_literal",
-    "adam_value",
-    "elementwise_loss",
-    "elementwise_optimum",
-    "memory_step",
-    "moments",
-    "momentum_value",
-]
-
 
 def elementwise_loss(memory: Tensor, grads: Tensor, value: Tensor, lam: float) -> Tensor:
     """`sum_i |m . g_i - P|^2 + lam |m|^2` (Eq. 101); grads [N, *weight]."""

@@ -13,8 +13,6 @@ from nestling.activations import Activation
 from nestling.objectives import Signal
 from nestling.paper.exhibits.gd import layer_gd, layer_proximal
 
-__all__ = ["backprop_proximal", "backprop_step", "forward_layers", "surprises"]
-
 
 def forward_layers(
     weights: Sequence[Tensor], activation: Activation, x: Tensor

@@ -12,8 +12,6 @@ from torch import Tensor
 from nestling.objectives import Matrix, Objective
 from nestling.paper.exhibits.gd import argmin
 
-__all__ = ["delta_rate", "delta_step", "dgd_step", "generalised_descent"]
-
 
 def delta_step(
     weight: Tensor, x: Tensor, u: Tensor, rate: Tensor | float, retain: Tensor | float = 1.0

@@ -15,19 +15,6 @@ from torch import Tensor
 from nestling.objectives import Architecture, Matrix, Objective
 from nestling.rules.core import Gates, Rule, State, Write, pairs
 
-__all__ = [
-    "argmin",
-    "associate",
-    "descent",
-    "gd",
-    "gd_leader",
-    "gd_proximal",
-    "layer_gd",
-    "layer_proximal",
-    "proximity",
-    "train_layer",
-]
-
 
 def gd(weight: Tensor, grad: Tensor, rate: float | Tensor) -> Tensor:
     """`W - eta g` (Eq. 1)."""

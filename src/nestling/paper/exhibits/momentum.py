@@ -13,15 +13,6 @@ from nestling.paper.exhibits.gd import argmin, proximity
 from nestling.rules.core import Gates, Rule, State, Write, pairs
 from nestling.rules.momentum import MomentumState, accumulate
 
-__all__ = [
-    "generalised_momentum",
-    "generalised_momentum_proximal",
-    "generalised_momentum_step",
-    "momentum_layer_proximal",
-    "momentum_proximal",
-    "momentum_step",
-]
-
 
 def momentum_step(
     weight: Tensor, memory: Tensor, grad: Tensor, *, retain: float = 1.0, rate: float

@@ -10,8 +10,6 @@ from torch import Tensor
 from nestling.objectives import Matrix, Objective, l2
 from nestling.rules.core import Gates, Rule, State, Write, pairs
 
-__all__ = ["WindowState", "omega", "omega_step"]
-
 
 class WindowState(NamedTuple):
     """The last pairs, oldest first; zeros, which teach nothing, before the first."""

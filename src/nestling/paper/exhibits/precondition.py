@@ -19,16 +19,6 @@ from nestling.objectives import Matrix, Objective, l2
 from nestling.rules.core import Gates, Rule, State, Write, chain
 from nestling.rules.momentum import accumulate, momentum
 
-__all__ = [
-    "PreconditionState",
-    "learn_preconditioner",
-    "precondition",
-    "precondition_loss",
-    "preconditioned_gd",
-    "preconditioned_momentum",
-    "preconditioned_momentum_step",
-]
-
 
 def preconditioned_gd(weight: Tensor, grad: Tensor, memory: Tensor, rate: float) -> Tensor:
     """`W - eta P^-1(g)` for a linear P (Eq. 38, 40)."""

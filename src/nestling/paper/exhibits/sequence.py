@@ -18,20 +18,6 @@ from nestling.objectives import dot, l2, oja
 from nestling.paper.exhibits.gd import argmin, descent, proximity
 from nestling.rules.core import Gates, Rule, Write, apply
 
-__all__ = [
-    "Context",
-    "adatransformer",
-    "delta_net",
-    "fast_weights",
-    "hebbian",
-    "kernel_loss",
-    "linear_attention_proximal",
-    "oja_net",
-    "project_context",
-    "softmax_attention",
-    "write_and_read",
-]
-
 
 class Context(NamedTuple):
     """The keys and values a memory learns from, and the queries it is asked."""

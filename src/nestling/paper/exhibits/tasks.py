@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SURFACE_START", "OrthogonalTasks", "surface"]
-
 SURFACE_START = (-3.5, 2.0)
 """Where the paper's Figure 4 starts, (r, theta)."""
 

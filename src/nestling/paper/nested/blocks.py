@@ -20,8 +20,6 @@ from nestling.paper.nested.sequences import (
 )
 from nestling.paper.nested.transfer import Parameters, Start
 
-__all__ = ["ada_transformer_block", "transformer_block"]
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 

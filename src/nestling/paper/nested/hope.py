@@ -25,8 +25,6 @@ from nestling.rules import Gates
 from nestling.scan.self_modifying.naive import answer, errors, gates, project
 from nestling.scan.self_modifying.rule import Inputs, Weights
 
-__all__ = ["hope_block"]
-
 OUTER, TAIL = "block", "convolution"
 
 

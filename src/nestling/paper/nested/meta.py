@@ -20,8 +20,6 @@ from nestling.paper.nested.transfer import (
 )
 from nestling.rules import Gates, Rule, identity
 
-__all__ = ["FIRST_ORDER", "FULL", "REPTILE", "MetaRule", "Task", "meta_learning", "solve_task"]
-
 Loss = Callable[[Parameters, Any], Tensor]
 
 

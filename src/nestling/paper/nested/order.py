@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from nestling.levels import multiple, rank
 from nestling.paper.nested.problem import Problem
 
-__all__ = ["orders_of", "sort_levels"]
-
 
 def sort_levels(problems: Mapping[str, Problem]) -> tuple[tuple[Problem, ...], ...]:
     """Sort problems into levels, the slowest first (Definition 2).

@@ -14,8 +14,6 @@ from nestling.paper.nested.solve import Solver, proximal_step
 from nestling.paper.nested.transfer import Parameters, Start, Transfer
 from nestling.rules import Gates
 
-__all__ = ["ONE", "Loss", "Problem", "View"]
-
 ONE = Gates()
 """Rate 1, retain 1: the gates of linear attention."""
 

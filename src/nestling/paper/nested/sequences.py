@@ -21,17 +21,6 @@ from nestling.paper.nested.training import KeyValue
 from nestling.paper.nested.transfer import Parameters, Start, backpropagation, reset
 from nestling.rules import Gates
 
-__all__ = [
-    "Token",
-    "attend",
-    "attention_problem",
-    "learner",
-    "linear_attention",
-    "memory",
-    "projected",
-    "read_matrix",
-]
-
 
 class Token(NamedTuple):
     """One position of a batch of sequences: input [B, D], and what to predict there."""

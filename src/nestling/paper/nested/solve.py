@@ -17,18 +17,6 @@ from torch import Tensor
 from nestling.paper.nested.transfer import Parameters
 from nestling.rules import Gates, Rule, State, Write, apply, identity
 
-__all__ = [
-    "Due",
-    "Solved",
-    "Solver",
-    "descend",
-    "keep_context",
-    "leaf",
-    "minimise",
-    "proximal_step",
-    "solution",
-]
-
 
 class Due(NamedTuple):
     """A problem that is due: its chunk's loss and contexts, its parameters, state and gates.

@@ -23,8 +23,6 @@ from nestling.paper.nested.transfer import Parameters
 from nestling.rules import State
 from nestling.tree import tree_map
 
-__all__ = ["NestedSystem", "SystemState", "Tick"]
-
 
 class Tick(NamedTuple):
     """One item's events: the context of each problem, and the updates, named by problem."""

@@ -20,15 +20,6 @@ from nestling.paper.nested.transfer import Parameters, context_generation, direc
 from nestling.rules import Gates
 from nestling.rules.adam import Moments, adam_direction
 
-__all__ = [
-    "KeyValue",
-    "adam_problems",
-    "inner",
-    "layer_problems",
-    "momentum_problems",
-    "sgd_problem",
-]
-
 
 class KeyValue(NamedTuple):
     """The context of an associative memory: keys [..., n, Di] and values [..., n, Do]."""

@@ -22,17 +22,6 @@ from nestling.levels import due
 if TYPE_CHECKING:
     from nestling.paper.nested.problem import View
 
-__all__ = [
-    "Parameters",
-    "Start",
-    "Transfer",
-    "backpropagation",
-    "context_generation",
-    "direct",
-    "generation",
-    "initialisation",
-    "reset",
-]
 
 Parameters = Mapping[str, Tensor]
 """The named tensors of one problem."""

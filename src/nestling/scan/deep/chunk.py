@@ -59,11 +59,6 @@ from torch.autograd.function import once_differentiable
 from nestling.scan.deep.types import Sigma
 from nestling.scan.numerics import Workspace, decay, unit_inverse
 
-__all__ = [
-    "Chunk", "FirstLayer", "Gates", "How", "Reading", "Weights", "Writing", "first_layer", "gates",
-    "hidden", "read", "read_backward", "tables", "write", "write_backward",
-]  # fmt: skip
-
 
 class How(NamedTuple):
     """The variant: what `scan_mlp` takes as options."""

@@ -20,8 +20,6 @@ from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, sil
 from nestling.scan.delta.naive import scan_naive
 from nestling.scan.numerics import compute_dtype
 
-__all__ = ["Signals", "clipped", "compose", "mlp_naive", "signals"]
-
 
 class Signals(NamedTuple):
     """The pairs the layers learn from each token: layer 2 `x -> u2`, layer 1 `h -> u1`."""

@@ -41,8 +41,6 @@ from nestling.scan.delta.api import scan
 from nestling.scan.numerics import compute_dtype
 from nestling.scan.opaque import opaque
 
-__all__ = ["scan_mlp"]
-
 
 def scan_mlp(
     state: MLPState,

@@ -15,8 +15,6 @@ from torch.autograd.function import once_differentiable
 from nestling.scan.deep import chunk as two
 from nestling.scan.deep.types import silu
 
-__all__ = ["learn_chunk"]
-
 
 def learn_chunk(
     w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor, rate: Tensor, retain: Tensor, *,

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from nestling.checks import one_of
 from nestling.objectives import Objective
-from nestling.scan.backends import one_of
 from nestling.scan.checks import Read, Rule, check_chunk, check_range, check_tensor, is_l2
-
-__all__ = ["MLPOptions", "MLPState", "Sigma", "check_mlp", "gelu", "silu", "with_starts"]
 
 
 class MLPState(NamedTuple):

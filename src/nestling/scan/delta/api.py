@@ -8,14 +8,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
+from nestling.checks import one_of
+from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
 from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.delta.naive import run_naive
-
-__all__ = ["BACKENDS", "choose", "scan"]
 
 S = TypeVar("S", Tensor, MomentumState)
 

@@ -60,8 +60,6 @@ from nestling.scan.checks import MomentumState, Options, Read, Rule
 from nestling.scan.delta.naive import run_naive
 from nestling.scan.numerics import compute_dtype
 
-__all__ = ["products", "scan_chunk_autograd"]
-
 
 def products(gate: Tensor) -> Tensor:
     """`[..., C]` -> `[..., C, C]`: row t, column s holds `prod_{s < r <= t} gate_r`, 0 above.

@@ -27,8 +27,6 @@ from torch import Tensor
 from nestling.scan.backends import INSTALLED, MISSING_FLA
 from nestling.scan.checks import Options, Read, Rule
 
-__all__ = ["Kernels", "check_fla", "map_to_fla", "refusal_fla", "scan_fla"]
-
 LEAST = 1e-6
 """Smallest retain that the logarithm is taken of."""
 

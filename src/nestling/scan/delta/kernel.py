@@ -30,8 +30,6 @@ from nestling.scan.delta.naive import run_naive
 from nestling.scan.numerics import Workspace, compute_dtype, decay, unit_inverse
 from nestling.scan.opaque import differentiate_once, only_needed
 
-__all__ = ["GIVEN", "Extra", "Form", "Gradients", "Saved", "backward", "scan_chunk"]
-
 GIVEN = "Tensor state, Tensor x, Tensor u, Tensor rate, Tensor retain, Tensor? queries"
 """The tensors of a scan, in an operator's schema."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
 from nestling.scan.numerics import compute_dtype
 
-__all__ = ["run_naive", "scan_naive"]
-
 S = TypeVar("S", Tensor, MomentumState)
 
 

@@ -47,8 +47,6 @@ from nestling.scan.tiles import (
     where_it_runs,
 )
 
-__all__ = ["refusal", "scan_triton"]
-
 FORM = "bool erase, bool after, int chunk"
 
 

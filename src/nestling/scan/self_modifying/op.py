@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import one_of
 from nestling.norm import unit
-from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order, one_of
+from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
 from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.opaque import differentiate_once, only_needed, opaque
 from nestling.scan.self_modifying.kernel import (
