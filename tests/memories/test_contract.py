@@ -45,6 +45,14 @@ MEMORIES = {
     "self-modifying, gates that shut": lambda: m.SelfModifying(
         _self(retention={"tied": True}, rates={"shut": 0.3})
     ),
+    "steered": lambda: m.Steered(_steered()),
+    "steered, all moved": lambda: m.Steered(_steered(moved=("k", "v", "q", "eta", "alpha"))),
+    "steered, one pace, adding": lambda: m.Steered(_steered(pace=(0.2,), erase=False, conv=1)),
+    "steered, convolutions apart": lambda: m.Steered(_steered(conv_each=True, gate=False)),
+    "steered, static": lambda: m.Steered(_steered(steering=0)),
+    "steered, tied": lambda: m.Steered(
+        _steered(retention={"tied": True}, rates={"shut": 0.3, "most": 2.0})
+    ),
     "stage 2": lambda: m.SelfModifying(_self(own_values=False, read_start=True)),
 }
 
@@ -52,6 +60,10 @@ MEMORIES = {
 def _self(**options):
     sizes = {**SIZES, "chunk": 4, "chunk_others": 4}
     return m.configure(m.SelfModifyingConfig, **{**sizes, **options})
+
+
+def _steered(**options):
+    return m.configure(m.SteeredConfig, **{**SIZES, "chunk": 4, "steering": 3, **options})
 
 
 @pytest.fixture(params=list(MEMORIES))

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from nestling.continuum.layers import Block, Chain, Parallel
 from nestling.description.description import Component, every
-from nestling.memories import Attention, LinearMemory, Memory, Omega, SelfModifying, Titans
+from nestling.memories import (
+    Attention,
+    LinearMemory,
+    Memory,
+    Omega,
+    SelfModifying,
+    Steered,
+    Titans,
+)
 from nestling.memories.adaptive import AdaptiveMLP
 from nestling.memories.linear import LinearConfig
 from nestling.memories.oja import OjaConfig
@@ -219,6 +227,30 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
         )
 
 
+def _steered(module: Steered, name: str) -> Iterator[Component]:
+    config = module.config
+    needs: tuple[str, ...] = ()
+    if module.small is not None:
+        needs = (f"{name} (steering)",)
+        moved = f"move {', '.join(config.moved)}, and " if config.moved else ""
+        yield fast_memory(
+            name=needs[0],
+            state=_size(module, "small"),
+            objective="-<M k, v>",
+            context=PAIRS,
+            transfer=f"direct: its reads {moved}are read beside the memory",
+        )
+    how = ", by delta gradient descent" if config.erase else ""
+    memory = fast_memory(
+        name=f"{name} (memory)",
+        state=_size(module, "weight"),
+        objective=f"-<M k, v>{how}",
+        context=PAIRS,
+        transfer=START,
+    )
+    yield replace(memory, needs=needs)
+
+
 def _any_memory(module: Memory, name: str) -> Iterator[Component]:
     yield fast_memory(
         name=f"{name} (state)",
@@ -231,6 +263,7 @@ def _any_memory(module: Memory, name: str) -> Iterator[Component]:
 
 KNOWN: list[tuple[type, Callable[..., Iterator[Component]]]] = [
     (SelfModifying, _self_modifying),
+    (Steered, _steered),
     (Titans, _self_modifying),
     (Attention, _own_attention),
     (AdaptiveMLP, _adaptive),

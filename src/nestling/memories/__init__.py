@@ -22,6 +22,7 @@ from nestling.memories.self_modifying import (
     SelfModifying,
     SelfModifyingConfig,
 )
+from nestling.memories.steered import Steered, SteeredConfig
 from nestling.memories.titans import Titans, TitansConfig
 from nestling.tree import (
     state_detach,
@@ -52,6 +53,8 @@ __all__ = [
     "RetentionConfig",
     "SelfModifying",
     "SelfModifyingConfig",
+    "Steered",
+    "SteeredConfig",
     "Titans",
     "TitansConfig",
     "configure",

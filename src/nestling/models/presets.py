@@ -51,24 +51,8 @@ CONTINUUM: dict[str, Any] = {
 They are trained as ordinary weights and learn while the model reads.
 """
 
-MEMORY: dict[str, Any] = {
-    "projections": {"steering": 8},
-    "learning": {"adding": 0.5},
-    "rates": {"start": [0.3, 1.0], "most": 2.0, "shut": 0.05},
-    "retention": {"start": [0.9998, 0.99], "tied": True},
-}
-"""The self-modifying memory of `hope`: one memory, and a small one that moves what it writes.
-
-Half of the heads add and half erase, from slow to fast; rates reach twice the retention; nothing
-fades where nothing is written.
-"""
-
 MODELS: dict[str, dict[str, Any]] = {
-    "hope": {
-        "mixer": "self_modifying",
-        "mixer_options": {"self_modifying": MEMORY},
-        **CONTINUUM,
-    },
+    "hope": {"mixer": "steered", **CONTINUUM},
     "hope_printed": {
         "mixer": "self_modifying",
         "channel": "cms",

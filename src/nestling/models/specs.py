@@ -34,6 +34,7 @@ from nestling.memories.oja import OjaConfig
 from nestling.memories.omega import Omega, OmegaConfig
 from nestling.memories.options import configure
 from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
+from nestling.memories.steered import Steered, SteeredConfig
 from nestling.memories.titans import Titans, TitansConfig
 
 Part = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
@@ -47,6 +48,7 @@ MIXERS: dict[str, Part] = {
     "omega": (OmegaConfig, Omega),
     "retnet": (RetentionConfig, LinearMemory),
     "self_modifying": (SelfModifyingConfig, SelfModifying),
+    "steered": (SteeredConfig, Steered),
     "titans": (TitansConfig, Titans),
 }
 """Mixer memories by name."""
