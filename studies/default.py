@@ -65,44 +65,65 @@ ARMS: dict[str, Model] = {
     "titans": Model(title="Titans", model="titans"),
     "deltanet": Model(title="DeltaNet", model="deltanet"),
     "gated_delta": Model(title="gated DeltaNet", model="gated_delta"),
+    "gated_delta_spread": Model(
+        title="gated DeltaNet, retention spread as Hope's",
+        model="hope",
+        mixer={
+            "steering": 0,
+            "rates": {"most": 1.0, "start": (0.5, 0.5), "shut": 0.0},
+            "retention": {"tied": False},
+        },
+        fields={"channel": "swiglu"},
+    ),
     "linear": Model(title="linear attention", model="linear"),
     "lstm": Model(title="LSTM", model="lstm"),
 }
 """The models of every table."""
 
 
-def _adaptive(*names: str) -> dict[str, Any]:
-    return {"projections": {"adaptive": names}}
+def _moved(*names: str) -> dict[str, Any]:
+    return {"moved": names}
 
 
 ABLATIONS: dict[str, Model] = {
-    "no_dgd": Model(
-        title="without DGD (no erasing)",
-        model="hope",
-        mixer={"learning": {"erase": False, "adding": 0}},
-    ),
-    "momentum": Model(title="with momentum", model="hope", mixer={"learning": {"momentum": True}}),
+    "no_dgd": Model(title="without DGD (no erasing)", model="hope", mixer={"erase": False}),
     "no_retention": Model(
         title="without retention",
         model="hope",
         mixer={"retention": {"start": (0.999999, 0.999999), "most": 0.9999999}},
     ),
+    "alike": Model(
+        title="retention alike in all heads",
+        model="hope",
+        mixer={"retention": {"start": (0.9985, 0.9985)}},
+    ),
+    "untied": Model(
+        title="retention not tied to the write, gates that never shut",
+        model="hope",
+        mixer={"retention": {"tied": False}, "rates": {"shut": 0.0}},
+    ),
     "no_levels": Model(
         title="without levels (one gated MLP)", model="hope", fields={"channel": "swiglu"}
     ),
-    "static_k": Model(title="static keys", model="hope", mixer=_adaptive("v", "eta", "alpha")),
-    "static_v": Model(title="static values", model="hope", mixer=_adaptive("k", "eta", "alpha")),
-    "static_gates": Model(
-        title="static rate and retention", model="hope", mixer=_adaptive("k", "v")
-    ),
+    "static": Model(title="static projections", model="hope", mixer={"steering": 0}),
+    "static_k": Model(title="static keys", model="hope", mixer=_moved("v", "eta", "alpha")),
+    "static_v": Model(title="static values", model="hope", mixer=_moved("k", "eta", "alpha")),
+    "static_gates": Model(title="static rate and retention", model="hope", mixer=_moved("k", "v")),
     "adaptive_q": Model(
-        title="adaptive queries",
-        model="hope",
-        mixer=_adaptive("k", "v", "eta", "alpha", "q"),
+        title="adaptive queries", model="hope", mixer=_moved("k", "v", "q", "eta", "alpha")
     ),
-    "l2": Model(title="L2 objective", model="hope", mixer={"learning": {"objective": "l2"}}),
+    "printed_momentum": Model(
+        title="as printed, with momentum",
+        model="hope_printed",
+        mixer={"learning": {"momentum": True}},
+    ),
+    "printed_l2": Model(
+        title="as printed, L2 objective",
+        model="hope_printed",
+        mixer={"learning": {"objective": "l2"}},
+    ),
 }
-"""Hope with one thing changed (Table 6); `hope_printed` is among the models above."""
+"""Hope, and Hope as printed, with one thing changed (Table 6)."""
 
 
 def _levels(model: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:

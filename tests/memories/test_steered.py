@@ -80,7 +80,10 @@ def by_the_equation(memory, x):
 OPTIONS = {
     "default": {},
     "shut more": {"rates": {"most": 2.0, "shut": 0.3, "start": (0.5, 1.5)}},
-    "not tied, rates below retention": {"retention": {"tied": False}, "rates": {"most": 1.0}},
+    "not tied, rates below retention": {
+        "retention": {"tied": False},
+        "rates": {"most": 1.0, "start": (0.2, 0.4)},
+    },
     "all moved, short values": {"moved": ALL, "clip": 0.4},
     "gates only, one pace, no erasing": {
         "moved": ("eta", "alpha"),
@@ -130,13 +133,20 @@ def test_it_starts_as_configured_and_almost_static():
     torch.manual_seed(0)
     memory = Steered(SteeredConfig(width=32, heads=2))
     found = memory.rule.gates(memory.gates.bias.detach().view(2, 2))
-    kept, rate = torch.tensor([0.9998, 0.99]), torch.tensor([0.3 * 0.9998, 1.0 * 0.99])
+    kept, rate = torch.tensor([0.9998, 0.9]), torch.tensor([0.3 * 0.9998, 1.0 * 0.9])
     torch.testing.assert_close(found.log_retain.exp(), kept, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.rate, rate, rtol=0, atol=1e-4)
     read = torch.ones(1, 1, len(memory.config.pace) * memory.config.steering)
     moved = memory.small.additions(read)
     assert all(part.abs().max() < 1 for part in moved.values())
     assert memory.small.beside.weight.abs().max() < 0.05
+
+
+def test_an_option_of_a_group_leaves_the_others_as_they_are():
+    usual = SteeredConfig(width=WIDTH, heads=HEADS)
+    config = configure(SteeredConfig, width=WIDTH, heads=HEADS, retention={"tied": False})
+    assert config.retention.start == usual.retention.start
+    assert (config.retention.tied, usual.retention.tied) == (False, True)
 
 
 def test_the_state_is_a_matrix_a_head_and_two_small_ones():
@@ -164,7 +174,7 @@ def test_the_small_memory_tells_the_beginning_from_the_end():
 def test_rows_stay_below_the_bound_against_an_adversary(options):
     """Every write is as strong and as long as allowed, and agrees with the row (deviation 8)."""
     given = {"erase": options.get("erase", True), "clip": 2.0}
-    given["rates"] = {"most": options.get("most", 1.0)}
+    given["rates"] = {"most": options.get("most", 1.0), "start": (0.2, 0.2)}
     given["retention"] = {"most": 0.9, "start": (0.99, 0.99), "tied": options.get("tied", False)}
     memory = build(**given, steering=0)
     with torch.no_grad():

@@ -2,14 +2,15 @@
 
     configure(SelfModifyingConfig, width=64, heads=2, chunk=32, retention={"tied": True})
 
-Groups are given as mappings. Options of before there were groups (`retain_max=0.999`,
-`negative=True`) are taken too, and mean what they meant.
+Groups are given as mappings; what they leave out is as the configuration has it by default.
+Options of before there were groups (`retain_max=0.999`, `negative=True`) are taken too, and mean
+what they meant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
@@ -91,7 +92,7 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
             given[name] = value
         else:
             raise ValueError(f"{kind.__name__} has no option {name}; it has {', '.join(known)}")
-    given |= {name: _group(name, parts) for name, parts in groups.items()}
+    given |= {name: _group(name, parts, kind) for name, parts in groups.items()}
     build: Callable[..., Config] = kind
     return build(width=width, heads=heads, **given)
 
@@ -106,15 +107,16 @@ def _put(group: dict[str, Any], option: str, value: Any, name: str) -> None:
     group[option] = _objective(value) if option == "objective" else value
 
 
-def _group(name: str, parts: dict[str, Any]) -> Any:
-    kind = GROUPS[name]
-    assert is_dataclass(kind)
-    known = [f.name for f in fields(kind)]
+def _group(name: str, parts: dict[str, Any], kind: type) -> Any:
+    """The group of a configuration as it is by default, with what was given on top."""
+    own = next(f for f in fields(kind) if f.name == name)
+    usual: Any = own.default if own.default_factory is MISSING else own.default_factory()
+    known = [f.name for f in fields(usual)]
     if wrong := sorted(set(parts) - set(known)):
         raise ValueError(
             f"{name} has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}"
         )
-    return kind(**parts)
+    return replace(usual, **parts)
 
 
 def _only_titans(name: str, value: Any) -> None:

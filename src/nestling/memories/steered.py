@@ -60,7 +60,7 @@ PARTS = ("k", "v", "q")
 
 
 RATES = Rates(start=(0.3, 1.0), most=2.0, shut=0.05)
-RETENTION = Retention(start=(0.9998, 0.99), tied=True)
+RETENTION = Retention(start=(0.9998, 0.9), tied=True)
 
 
 @dataclass(frozen=True, kw_only=True)
