@@ -182,8 +182,8 @@ LIMITS = (
     "Choices between endings (Table 2) are near chance for all models of this size: they are shown"
     " as sanity, and nothing is claimed from them.",
     "Hope's form was chosen on two novels that are in no table, with seeds 900 to 903 and less than"
-    " half of these bytes (docs/models.md), after an earlier form had been seen in this table 0.013 behind"
-    " gated DeltaNet with frozen levels. The other models' runs are those of that table.",
+    " half of these bytes (docs/models.md), after an earlier form had been seen in this table, with"
+    " frozen levels 0.013 behind gated DeltaNet. The other models' runs are those of that table.",
     "Of what Hope's memory has, retention that starts differently in every head helps most; a gated"
     " DeltaNet with that start (a control that joined when the form was frozen) is in the table.",
     "Rivals are as they are described, so their MLPs do not learn while they read; the study of"

@@ -33,8 +33,8 @@ PUBLIC = {
     "nestling.memories": """
         Attention AttentionConfig DeltaNetConfig GatedDeltaConfig Learning LinearAttentionConfig
         LinearConfig LinearMemory Memory OjaConfig Omega OmegaConfig Projections Rates Retention
-        RetentionConfig SelfModifying SelfModifyingConfig Titans TitansConfig configure
-        state_detach state_repeat state_select state_stack state_to tree_leaves tree_map
+        RetentionConfig SelfModifying SelfModifyingConfig Steered SteeredConfig Titans TitansConfig
+        configure state_detach state_repeat state_select state_stack state_to tree_leaves tree_map
     """,
     "nestling.continuum": """
         Block BlockState Chain Channel Continuum ContinuumState Factors Fast FeedForward

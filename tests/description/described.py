@@ -23,7 +23,7 @@ def llama(layers=3):
 
 
 def hope(name="hope", **fields):
-    options = {"self_modifying": {"chunk": 8, "chunk_others": 8}}
+    options = {"self_modifying": {"chunk": 8, "chunk_others": 8}, "steered": {"steering": 4}}
     config = tiny(name, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **fields)
     config.mixer_options = options
     return nestling.NestlingForCausalLM(config)

@@ -73,7 +73,7 @@ def test_frequencies_across_steps_equal_those_counted():
             moves = sum(not torch.equal(a, b) for a, b in itertools.pairwise([start, *series]))
             assert memory.frequency * steps == pytest.approx(moves)
     assert description["model.layers.0-1.mixer"].frequency * steps == pytest.approx(
-        changed["model.layers.0.mixer.first"]
+        changed["model.layers.0.mixer.gates.weight"]
     )
     frozen = description.levels[0]
     assert frozen.every == "never"
@@ -83,8 +83,10 @@ def test_frequencies_across_steps_equal_those_counted():
 @pytest.mark.parametrize(
     ("name", "field", "component"),
     [
-        ("hope", "weights", "model.layers.0-1.mixer (memory)"),
-        ("hope", "start", "model.layers.0-1.mixer (k, v, eta, alpha)"),
+        ("hope", "weight", "model.layers.0-1.mixer (memory)"),
+        ("hope", "small", "model.layers.0-1.mixer (steering)"),
+        ("hope_printed", "weights", "model.layers.0-1.mixer (memory)"),
+        ("hope_printed", "start", "model.layers.0-1.mixer (k, v, eta, alpha)"),
         ("deltanet", "weight", "model.layers.0-1.mixer (memory)"),
         ("ada_transformer", "weight", "model.layers.0-1.channel.memory (memory)"),
         ("ada_transformer", "keys", "model.layers.0-1.mixer (cache)"),

@@ -15,14 +15,18 @@ BAD = {
     "unknown mixer": ({"mixer": "selfmodifying"}, "mixer must be one of attention, .*selfmod"),
     "unknown channel": ({"channel": "mlp"}, "channel must be one of cms, .*got 'mlp'"),
     "unknown option": (
-        {"mixer_options": {"self_modifying": {"chunks": 2}}},
+        {"mixer_options": {"steered": {"chunks": 2}}},
         "no option chunks; it has .*chunk",
     ),
     "option of a mixer that is not there": (
         {"mixer_options": {"selfmod": {}}},
         "mixer_options are given by the mixer's name, as in",
     ),
-    "chunk 0": ({"mixer_options": {"self_modifying": {"chunk": 0}}}, "chunk must be .*got 0"),
+    "unknown option of another mixer": (
+        {"mixer_options": {"self_modifying": {"chunks": 2}}},
+        "no option chunks; it has .*chunk_others",
+    ),
+    "chunk 0": ({"mixer_options": {"steered": {"chunk": 0}}}, "chunk must be .*got 0"),
     "level chunk 0": ({"levels": [{"name": "fast", "chunk": 0}]}, "chunk must be .*got 0"),
     "level without chunk": ({"levels": [{"name": "fast"}]}, "a name and a chunk"),
     "a level that is a number": (
@@ -31,7 +35,7 @@ BAD = {
     ),
     "options without the mixer": (
         {"mixer_options": {"chunk": 32}},
-        r"as in mixer_options=\{'self_modifying': \{'chunk': 32\}\}; got \{'chunk': 32\}",
+        r"as in mixer_options=\{'steered': \{'chunk': 32\}\}; got \{'chunk': 32\}",
     ),
     "a model for a mixer": ({"mixer": "hope"}, r"presets.tiny\(model='hope'\)"),
     "no levels": ({"levels": []}, "at least one level"),

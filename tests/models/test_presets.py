@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,7 +38,7 @@ def test_the_count_is_that_of_the_model(mixer):
 
 def test_tiny_is_hope_on_bytes():
     config = presets.tiny()
-    assert (config.mixer, config.channel, config.vocab_size) == ("self_modifying", "cms", 259)
+    assert (config.mixer, config.channel, config.vocab_size) == ("steered", "cms", 259)
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (256, 257, 258)
 
 
@@ -47,7 +49,15 @@ def test_options_of_a_mixer_are_added_to_those_of_the_model():
     both = presets.tiny("hope_printed", mixer_options={"self_modifying": more})
     config = both.mixer_spec(0).config()
     assert (config.projections.residual, config.projections.conv, config.chunk) == (False, 2, 32)
-    assert presets.tiny().mixer_spec(0).config().projections.residual
+    config = presets.tiny(mixer_options={"steered": {"retention": {"tied": False}}}).mixer_spec(0)
+    usual = presets.tiny().mixer_spec(0).config().retention
+    assert config.config().retention == replace(usual, tied=False)
+
+
+def test_options_of_a_mixer_that_is_not_there_are_refused():
+    message = "options of 'self_modifying', and the mixer of 'hope' is 'steered'"
+    with pytest.raises(ValueError, match=message):
+        presets.tiny(mixer_options={"self_modifying": {"chunk": 32}})
 
 
 def test_fields_can_be_given_and_mistakes_are_named():

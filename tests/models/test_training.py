@@ -113,12 +113,14 @@ def test_parameters_missing_from_a_file_get_their_initial_values(tmp_path):
     model.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
-    del weights["model.layers.0.mixer.bias"]
+    del weights["model.layers.0.mixer.small.norm"]
     save_file(weights, path, metadata={"format": "pt"})
     loaded = NestlingForCausalLM.from_pretrained(tmp_path)
     fresh, old = (m.model.layers[0].mixer for m in (loaded, model))
-    assert torch.equal(fresh.bias, old.bias)  # starts at constants
-    assert torch.equal(fresh.readout, old.readout)  # was loaded, not drawn again
+    assert torch.equal(fresh.small.norm, old.small.norm)  # starts at constants
+    for name in ("project", "weight"):  # were loaded, not drawn again
+        assert torch.equal(getattr(fresh.small, name), getattr(old.small, name))
+    assert torch.equal(fresh.gates.weight, old.gates.weight)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler warns about its own use of torch

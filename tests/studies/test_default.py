@@ -51,7 +51,7 @@ def test_what_differs_is_seen():
     assert default.deviations(presets.configure(size, "hope", topology="chain")) == {
         "topology": "chain"
     }
-    other = presets.configure(size, "hope", mixer_options={"self_modifying": {"chunk": 1}})
+    other = presets.configure(size, "hope", mixer_options={"steered": {"clip": 1.0}})
     assert set(default.deviations(other)) == {"mixer_options"}
     wide = presets.configure(size, "hope", hidden_size=64, vocab_size=99, num_hidden_layers=2)
     assert default.deviations(wide) == {}

@@ -13,7 +13,7 @@ def test_states_are_counted_alike():
     width, tail = 40, 3 * 40
     small = presets.Size(width=width, layers=1, heads=1, vocabulary=128, parameters=30_000)
     assert state_size(arm_of("deltanet", small, {})) == width**2 + tail
-    assert state_size(arm_of("hope", small, {})) == width**2 + 8**2 + tail  # and what steers it
+    assert state_size(arm_of("hope", small, {})) == width**2 + 2 * 8**2 + tail  # and what steers it
     assert state_size(arm_of("hope_printed", small, {})) == 5 * width**2 + tail
     split = replace(small, heads=5)  # five memories of five heads: a fifth of the width each
     assert state_size(arm_of("hope_printed", split, {})) == width**2 + tail

@@ -41,7 +41,7 @@ class NestlingConfig(PreTrainedConfig):
     """The parts of a model: a mixer and a channel memory per layer, and their sizes.
 
     mixer: the sequence memory, one name for all layers or one per layer (hybrids); `MIXERS` lists
-        them: "self_modifying", "attention", "titans", "deltanet", ...
+        them: "steered", "self_modifying", "attention", "titans", "deltanet", ...
     mixer_options: options of the mixers by name, `{"self_modifying": {"chunk": 64}}`: the fields
         of the memory's own configuration.
     channel: the channel memory, one name or one per layer: "cms" (continuum memory), "swiglu"
@@ -142,6 +142,7 @@ class NestlingConfig(PreTrainedConfig):
                     f"{{{first!r}: {{'chunk': 32}}}}; got {{{name!r}: {options!r}}} (the mixers are"
                     f" {', '.join(sorted(MIXERS))})"
                 )
+            self._mixer_spec(name)  # also where no layer has it
         for layer in range(self.num_hidden_layers):
             self.mixer_spec(layer)
             self.channel_spec(layer)
@@ -209,6 +210,9 @@ class NestlingConfig(PreTrainedConfig):
                 f"model={name!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
             )
         one_of("mixer", name, sorted(MIXERS))
+        return self._mixer_spec(name)
+
+    def _mixer_spec(self, name: str) -> MixerSpec:
         return MixerSpec(
             name=name,
             width=self.hidden_size,

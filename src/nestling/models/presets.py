@@ -19,7 +19,7 @@ import torch
 
 from nestling.continuum import Block
 from nestling.models.configuration import NestlingConfig
-from nestling.models.specs import ChannelSpec, MixerSpec
+from nestling.models.specs import MIXERS, ChannelSpec, MixerSpec
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
 __all__ = [
@@ -141,6 +141,13 @@ def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
     }
     if "cms" not in given["channel"] and "levels" not in fields:  # there are no levels to learn
         given = {name: v for name, v in given.items() if name not in ("levels", "learning")}
+    used = {given["mixer"]} if isinstance(given["mixer"], str) else set(given["mixer"])
+    for name in fields.get("mixer_options") or {}:
+        if name in MIXERS and name not in used:
+            raise ValueError(
+                f"mixer_options has options of {name!r}, and the mixer of {model!r} is"
+                f" {' and '.join(map(repr, sorted(used)))}: they would change nothing"
+            )
     if "mixer_options" in fields and "mixer_options" in MODELS[model]:
         given["mixer_options"] = _joined(MODELS[model]["mixer_options"], fields["mixer_options"])
     if given["vocab_size"] == BYTE_VOCABULARY:
