@@ -10,6 +10,7 @@ Smaller: --tokens 2048 --batch 2.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nestling.memories import SelfModifying, SelfModifyingConfig
+from nestling.memories import (
+    Memory,
+    SelfModifying,
+    SelfModifyingConfig,
+    Steered,
+    SteeredConfig,
+)
 from nestling.norm import unit
 from nestling.optim import M3
 from nestling.scan import scan
 from nestling.scan.backends import INSTALLED
+from nestling.tree import tree_leaves
 
 CUDA = "cuda"
 
@@ -68,25 +76,33 @@ def check_delta(d: int) -> dict[str, float]:
     return {name: error(gradients(given, backend=name), expected) for name in names}
 
 
-def hope(width: int, heads: int, backend: str, dtype: torch.dtype) -> SelfModifying:
+MEMORIES = {
+    "Hope's": (SteeredConfig, Steered),
+    "printed Hope's": (SelfModifyingConfig, SelfModifying),
+}
+
+
+def hope(name: str, width: int, heads: int, backend: str, dtype: torch.dtype) -> Memory:
     torch.manual_seed(0)
-    config = SelfModifyingConfig(width=width, heads=heads, backend=backend)
-    memory = SelfModifying(config)
+    config, kind = MEMORIES[name]
+    memory: Memory = kind(config(width=width, heads=heads, backend=backend))
     with torch.no_grad():
-        memory.bias.normal_()
+        for parameter in memory.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return memory.to(CUDA, dtype)
 
 
-def check_hope(d: int) -> float:
+def check_hope(name: str, d: int) -> float:
     """Triton's error against the chunked form in float64, outputs and gradients."""
     results = []
     for backend, dtype in (("triton", torch.float32), ("chunk", torch.float64)):
-        memory = hope(2 * d, 2, backend, dtype)
+        memory = hope(name, 2 * d, 2, backend, dtype)
         torch.manual_seed(1)
         x = torch.randn(2, 203, 2 * d).to(CUDA, dtype).requires_grad_()
         y, state = memory(x)
-        (y.square().sum() + state.weights.first.square().sum()).backward()
-        results.append([y, state.weights.first, x.grad, *(p.grad for p in memory.parameters())])
+        states = [leaf for _, leaf in tree_leaves(state) if leaf.requires_grad]
+        (y.square().sum() + sum(leaf.square().sum() for leaf in states)).backward()
+        results.append([y, *states, x.grad, *(p.grad for p in memory.parameters())])
     return error(*results)
 
 
@@ -134,16 +150,16 @@ def time_scans(batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype) 
     for name in ("chunk", "triton", *(("fla",) if "fla" in INSTALLED else ())):
         times = both_ways(lambda name=name: scan(**given, backend=name, check=False)[0], leaves)
         row(f"delta rule, {name}", times, attention[1])
-    for backend in ("chunk", "triton"):
-        memory = hope(heads * d, heads, backend, torch.float32)
+    for name, backend in itertools.product(MEMORIES, ("chunk", "triton")):
+        memory = hope(name, heads * d, heads, backend, torch.float32)
         x = torch.randn(batch, tokens, heads * d, device=CUDA, requires_grad=True)
 
-        def run(memory: SelfModifying = memory, x: Tensor = x) -> Tensor:
+        def run(memory: Memory = memory, x: Tensor = x) -> Tensor:
             with torch.autocast(CUDA, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 return memory(x)[0]
 
         times = both_ways(run, [x, *memory.parameters()])
-        row(f"Hope's memory with projections, {backend}", times, attention[1])
+        row(f"{name} memory, {backend}", times, attention[1])
 
 
 def time_optimizers(width: int) -> None:
@@ -174,7 +190,7 @@ def main() -> None:
     for precision, limit in (("highest", 1e-4), ("high", 2e-2)):
         torch.set_float32_matmul_precision(precision)
         for d in (64, 128):
-            found = check_delta(d) | {"hope triton": check_hope(d)}
+            found = check_delta(d) | {f"{name} memory": check_hope(name, d) for name in MEMORIES}
             said = "  ".join(f"{name} {value:.1e}" for name, value in found.items())
             wrong = [name for name, value in found.items() if not value <= limit]
             print(

@@ -9,7 +9,7 @@
     python benchmarks/models.py --parts                time of each part of both models, T=2048 B=1
     python benchmarks/models.py --profile hope         the operators of a training step
     python benchmarks/models.py --loaded ...           one thread, processor time: a busy machine
-    python benchmarks/models.py --options '{"projections": {"steering": 8}}' ...   another Hope
+    python benchmarks/models.py --options '{"steering": 16}' ...     another Hope
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
 loss and backward. Both arms keep freed memory (`machine.keep_memory`), except for --memory.

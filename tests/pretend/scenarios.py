@@ -49,7 +49,7 @@ def models() -> Iterator[tuple[str, Scenario]]:
         counts: Counts = {}
         name, _, form = name.partition(", ")
         chunks = {"chunk": 4 if form == "two chunks" else 16, "chunk_others": 16}
-        given = {"mixer_options": {"self_modifying": chunks}} if name == "hope" else {}
+        given = {"mixer_options": {"self_modifying": chunks}} if name == "hope_printed" else {}
         ids = tokens(1, 18)
         here, there = small(name, **given), small(name, **given).to("cuda")
         expected = here(ids, labels=ids).loss
@@ -66,7 +66,7 @@ def models() -> Iterator[tuple[str, Scenario]]:
         assert torch.equal(said.cpu(), here.eval().generate(ids[:, :5], **asked))
         return counts
 
-    for name in (*MODELS, "hope, two chunks"):
+    for name in (*MODELS, "hope_printed, two chunks"):
         yield name, lambda name=name: scenario(name)
 
 

@@ -65,7 +65,7 @@ def test_adapting_learns_what_it_learns_on_a_cpu() -> None:
 def test_few_launches() -> None:
     """Per layer and 2,048 tokens. Attention, which has no scan, says what a block takes beside."""
     limits = {
-        "hope": (420, 700),
+        "hope": (300, 700),
         "hope_printed": (300, 700),
         "deltanet": (80, 170),
         "gated_delta": (80, 170),
