@@ -345,7 +345,8 @@ def _draw(learner: Any, out: Path, memory: Path, told: Sequence[str] = ()) -> Pa
         f"<h1>What the memory {escape(repr(str(memory)))} learned, and when</h1>"
         f"{brought}{timeline.picture(said)}<table><tr><th>level</th><th>learns</th><th>updates</th>"
         f"<th>drift</th></tr>{rows}</table>"
-        f"<p>The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a level has learned"
+        f"<p>The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
+        " level has learned"
         " over the size of the weights it changes.</p></html>\n",
         encoding="utf-8",
     )
