@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -34,7 +35,11 @@ def test_help_is_instant_and_complete(capsys):
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0
-        assert "example" in capsys.readouterr().out or name == "demo"
+        said_too = capsys.readouterr().out
+        assert "example" in said_too or name == "demo"
+        assert max(map(len, said_too.splitlines())) <= 104
+        command = importlib.import_module(f"nestling.cli.{name}")
+        assert all(action.help for action in command.parser()._actions), name
 
 
 def test_unknown_commands_are_named(capsys):
@@ -65,7 +70,8 @@ def test_eval_measures_a_file(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "/nowhere/model"], "/nowhere/model: cannot load a model"),
+        (["generate", "/nowhere/model"], "/nowhere/model: cannot load a model: there is no such"),
+        (["generate", "runs/tiny/model"], "there is no such folder (a name on the hub is NAME or"),
         (["eval", "/nowhere/model"], "give a file to read, or --tasks"),
         (["eval", "/nowhere/model", "/nowhere/text"], "/nowhere/text: no such file"),
         (["train", "tinny"], "unknown recipe 'tinny'; known: tiny"),

@@ -21,7 +21,7 @@ def test_the_demo_trains_reads_and_reports(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     first, changes, kept, report = said.out.splitlines()
     assert report.startswith(f"report: {tmp_path / 'demo' / 'report.html'}")
-    assert first.startswith("Loss on the second half of unseen documents")
+    assert first.startswith("Best at the second half of unseen documents: ")
     for reader in ("all levels learn", "only the fastest level", "frozen", "Transformer, learning"):
         assert reader in first
         assert reader in kept

@@ -9,7 +9,8 @@ import pytest
 from transformers import BertConfig, LlamaConfig
 
 from nestling.cli import main
-from nestling.optim import M3
+from nestling.models import NestlingForCausalLM, presets
+from nestling.optim import M3, param_groups
 
 
 def test_a_table_and_a_picture(tmp_path, capsys):
@@ -20,6 +21,16 @@ def test_a_table_and_a_picture(tmp_path, capsys):
     assert f"every {chunk} steps" in text
     assert "M3.slow" in text
     assert "<svg" in out.read_text()
+
+
+def test_the_model_says_which_matrices_are_orthogonalised(capsys):
+    """Embeddings and vectors alone have a first moment: a list of parameters would not tell."""
+    assert main(["describe", "transformer", "--optimizer", "M3", "--json"]) == 0
+    levels = json.loads(capsys.readouterr().out)["levels"]
+    state = {c["name"]: c["state"] for level in levels for c in level["components"]}
+    model = NestlingForCausalLM(presets.tiny("transformer"))
+    rest = next(g for g in param_groups(model) if not g["orthogonal"])["params"]
+    assert state["M3.first"] == sum(p.numel() for p in rest)
 
 
 def test_json_of_a_model_folder(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import signal
 import subprocess
@@ -62,7 +63,8 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert "loss on the text" in said.err
     assert "on the model's own text" in said.err
     page = out.read_text()
-    assert "<svg" in page
+    told = html.escape(next(line for line in said.err.splitlines() if "loss on the text" in line))
+    assert page.index(told) < page.index("<svg")  # the result comes first
     assert "middle" in page
     assert "svg{max-width:100%" in page  # no horizontal scroll
     assert page.count("<th>") == 4  # level, chunk, updates, and one number

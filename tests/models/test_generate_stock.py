@@ -100,6 +100,42 @@ def test_generation_stops_and_goes_on(name):
     assert torch.equal(more.sequences, whole)
 
 
+@pytest.mark.parametrize(
+    ("name", "learns"), [*((n, False) for n in NAMES), *((n, True) for n in NAMES[:2])]
+)
+def test_generation_from_embeddings_goes_on_with_embeddings(name, learns):
+    """Where levels learn, the tokens written in between were learned from, or would have been."""
+    levels = [{"name": "fast", "chunk": 64, "rate": 0.1}, {"name": "slow", "chunk": 128}]
+    model, ids = model_of(name, **({"levels": levels} if learns else {})), tokens(2, 5)
+    options = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": -1}
+    embedded = model.get_input_embeddings()(ids)
+    whole = model.generate(inputs_embeds=embedded, max_new_tokens=4, **options)
+    first = model.generate(inputs_embeds=embedded, max_new_tokens=3, **options)
+    written = model.get_input_embeddings()(first.sequences)
+    more = model.generate(
+        inputs_embeds=torch.cat([embedded, written], 1),
+        past_key_values=first.past_key_values,
+        max_new_tokens=1,
+        **options,
+    )
+    assert torch.equal(torch.cat([first.sequences, more.sequences], 1), whole.sequences)
+    assert more.past_key_values.position.tolist() == whole.past_key_values.position.tolist()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_embeddings_with_padding_behind_are_read_as_tokens_are(beams, learns):
+    levels = [{"name": "fast", "chunk": 64, "rate": 0.1}]
+    model, ids = model_of("hope", **({"levels": levels} if learns else {})), tokens(2, 5)
+    mask = torch.ones_like(ids)
+    mask[0, 3:] = 0
+    options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 3, "min_new_tokens": 3}
+    found = model.generate(ids, attention_mask=mask, **options)
+    embedded = model.get_input_embeddings()(ids)
+    again = model.generate(inputs_embeds=embedded, attention_mask=mask, **options)
+    assert torch.equal(again, found[:, 5:])
+
+
 @pytest.mark.parametrize("kind", ["static", "quantized", "offloaded", "offloaded_static"])
 def test_caches_made_for_keys_and_values_are_not_used(kind):
     """The memory's own state takes their place (transformers says so), and the text is the same."""

@@ -570,6 +570,54 @@ def test_embeddings_are_read_without_learning_unless_asked():
 
 
 @torch.no_grad()
+def test_embeddings_go_on_from_what_was_learned():
+    """As tokens that are only read do, with texts at different positions."""
+    model, ids = learner(), tokens(2)
+    ids[0, :5] = 0
+    mask = (ids != 0).long()
+    found = []
+    for embedded in (False, True):
+        cache = MemoryCache(2)
+        first = {"attention_mask": mask[:, :13], "past_key_values": cache}
+        assert model(ids[:, :13], **first).updates
+        rest = ids[:, 13:]
+        given = {"inputs_embeds": model.get_input_embeddings()(rest)} if embedded else {}
+        given = given or {"input_ids": rest, "learn": False}
+        out = model(**given, attention_mask=mask, past_key_values=cache)
+        found.append((out.logits, *leaves(cache)[:-1], cache.position))
+    for read, embedded in zip(*found, strict=True):
+        torch.testing.assert_close(read, embedded)
+    assert found[0][-1].tolist() == [18, 23]
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_logits_of_padding_are_zeros_whether_it_learns_or_only_reads():
+    model, ids = learner(), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = 0
+    embedded = model.get_input_embeddings()(ids)
+    for given in ({"input_ids": ids}, {"input_ids": ids, "learn": False}):
+        assert not model(**given, attention_mask=mask).logits[0, 4:].any()
+    alone = model(inputs_embeds=embedded, attention_mask=mask).logits
+    torch.testing.assert_close(alone, model(ids, attention_mask=mask, learn=False).logits)
+    last = model(inputs_embeds=embedded, attention_mask=mask, logits_to_keep=1).logits
+    torch.testing.assert_close(last, alone[:, -1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("learn", [True, False])
+def test_the_hidden_states_of_chosen_layers(learn):
+    model, ids = learner(), tokens(2)
+    whole = model(ids, output_hidden_states=True, learn=learn).hidden_states
+    some = model(ids, output_hidden_states=[1], learn=learn).hidden_states
+    assert some[0] is None
+    assert len(some) == 2
+    torch.testing.assert_close(some[1], whole[2])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("split", [None, 7, 10])
 def test_hidden_states_are_those_the_logits_came_from(split):
     """In one call and in two, with left padding; the last ones give the logits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nestling.cli import main
 from nestling.losses import pair_losses
 from nestling.models import pretrained
 from nestling.pretrained import HOME, names
@@ -39,3 +40,10 @@ def test_it_writes_words():
     words = tokenizer.decode(out[0], skip_special_tokens=True).lower().split()
     common = {"the", "a", "and", "of", "to", "in", "he", "she", "it", "was", "had", "that", "his"}
     assert len(common & set(words)) >= 3
+
+
+def test_it_is_described_by_its_name(capsys):
+    assert main(["describe", "nestling:small"]) == 0
+    assert "fast" in capsys.readouterr().out
+    assert main(["describe", "nestling:large"]) == 2
+    assert "there are: nestling:small" in capsys.readouterr().err

@@ -104,6 +104,8 @@ def test_refusals() -> None:
     part = (Level(name="a", chunk=1), list(model.parameters()), lambda p: M3(p))
     with pytest.raises(ValueError, match="name of its own"):
         NestedOptimizer([part, part])
+    with pytest.raises(TypeError, match="iterable of Tensors or dicts; level 'a' got"):
+        NestedOptimizer([(part[0], part[1][0], part[2])])
     with pytest.raises(ValueError, match="one level only"):
         NestedOptimizer([part, (Level(name="b", chunk=2), *part[1:])])
     with pytest.raises(ValueError, match="reduce"):

@@ -291,9 +291,11 @@ def test_hooks_run_once(name: str) -> None:
 def test_a_levels_own_hooks_run_when_it_steps() -> None:
     model, seen = net(), []
     optimizer = nested(model, lr=0.01)
-    optimizer.optimizers[1].register_step_post_hook(lambda *_: seen.append(optimizer.position))
+    slow = optimizer.optimizers[1]
+    slow.register_step_pre_hook(lambda *_: seen.append(("before", optimizer.position)))
+    slow.register_step_post_hook(lambda *_: seen.append(("after", optimizer.position)))
     run(model, optimizer, 7)
-    assert seen == [3, 6]
+    assert seen == [("before", 3), ("after", 3), ("before", 6), ("after", 6)]
 
 
 @every

@@ -37,7 +37,11 @@ for (let i = 0; i < boxes.length; i++) for (let j = i + 1; j < boxes.length; j++
   if (wide > 1 && tall > 2) bad.push(s + ' | ' + t);
 }
 const out = boxes.filter(([b]) => b.left < 0 || b.right > innerWidth).map(([, t]) => t);
-const said = {texts: texts.length, bad, out, wide: document.documentElement.scrollWidth};
+const size = e => parseFloat(getComputedStyle(e).fontSize);
+const scale = m => m ? Math.hypot(m.a, m.b) : 1;
+const letters = Math.min(...texts.map(e => size(e) * scale(e.getScreenCTM?.())));
+const wide = document.documentElement.scrollWidth;
+const said = {texts: texts.length, bad, out, wide, letters};
 document.body.dataset.said = JSON.stringify(said);
 </script>"""
 
@@ -87,7 +91,8 @@ def timeline_page(folder):
     ]
     learner = SimpleNamespace(history=history, drift=drift, position=4096)
     memory = folder / ("a_memory_with_a_long_name" * 3)
-    return learn._draw(learner, folder / "timeline.html", memory)
+    told = ["diary.txt: 4,096 tokens learned; loss 1.9 -> 1.5"]
+    return learn._draw(learner, folder / "timeline.html", memory, told)
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -99,6 +104,15 @@ def test_pages_fit_every_screen(make, width, tmp_path, chromium):
     assert found["bad"] == []
     assert found["out"] == []
     assert found["wide"] <= max(width, 500)  # what this browser makes its narrowest window
+
+
+def test_wide_pictures_can_be_read_and_fit_every_screen(story, tmp_path, chromium):
+    page = tell(story).save(tmp_path / "report.html")
+    for width, least in ((1280, 10), (390, 0)):
+        found = look_at(page, chromium, f"--window-size={width},1000")
+        assert found["out"] == []
+        assert found["wide"] <= max(width, 500)
+        assert found["letters"] >= least
 
 
 def test_the_report_in_a_real_browser(story, tmp_path, chromium):

@@ -6,6 +6,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 
+from nestling.description.svg import COLOURS
 from nestling.report.story import tell
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,6 +59,13 @@ def test_the_report_tells_everything_and_fetches_nothing(story):
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
+
+
+def test_a_level_has_one_colour_in_every_picture(story):
+    text = str(tell(story))
+    for place, name in enumerate(story.levels):
+        inks = re.findall(rf'<text[^>]*?(?:fill="|fill: )(#\w+)[^>]*>{name}</text>', text)
+        assert inks == [COLOURS[place]] * 2, name
 
 
 def overlaps(root: ET.Element) -> list[tuple[str, str]]:

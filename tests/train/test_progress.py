@@ -41,6 +41,17 @@ def test_a_log_gets_plain_lines_and_metrics_lie_beside_it(tmp_path):
     assert rows[-1] == {"step": 20, "validation_loss": 1.25, "sample": "Day 1"}
 
 
+def test_the_time_left_is_that_of_the_whole_run_not_of_its_last_steps(tmp_path, monkeypatch):
+    clock = iter([0.0, 1.0, 10.0, 1010.0, 1020.0])  # a pause between steps 10 and 20
+    monkeypatch.setattr("nestling.train.progress.time.perf_counter", lambda: next(clock))
+    out = io.StringIO()
+    with Progress(30, tmp_path, out=out) as progress:
+        for step in range(1, 31):
+            progress.step(step, 64, {"loss": 1.0})
+    left = [line.split("  ")[-1] for line in out.getvalue().splitlines()]
+    assert left == ["0:29 left", "0:20 left", "8:25 left", "0:00 left"]
+
+
 @pytest.mark.filterwarnings("ignore")  # the packages' own
 def test_tensorboard_reads_the_same_figures(tmp_path):
     pytest.importorskip(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ _BESIDE = (  # read beside a GGUF file
 )
 
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
 def load_pretrained(
     name: str | Path,
     *,
@@ -85,6 +89,8 @@ def load_pretrained(
             return _load(path.parent, options, dtype or torch.float32, strict)
         if path.is_dir():
             _check_folder(path, trust_remote_code)
+        elif not _HUB_NAME.fullmatch(str(name)):
+            raise OSError("there is no such folder (a name on the hub is NAME or OWNER/NAME)")
         return _load(name, options, dtype, strict)
     except Exception as error:  # parsers of other packages fail in their own ways
         said = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -28,7 +28,7 @@ def parser() -> Parser:
     made.add_argument("preset", help=", ".join(_PRESETS))
     made.add_argument("--mixer", default="hope", help="hope, transformer, titans, ...")
     made.add_argument("--tokens", type=float, default=30e9, help="tokens to train on (30e9)")
-    made.add_argument("--gpus", type=int, default=8)
+    made.add_argument("--gpus", type=int, default=8, help="how many (8)")
     made.add_argument("--gpu", default="h100", help="a100, h100 or b200")
     made.add_argument("--length", type=int, default=4096, help="tokens of a window")
     made.add_argument("--rows", type=int, default=8, help="windows per device and step")

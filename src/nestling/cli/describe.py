@@ -24,11 +24,13 @@ def parser() -> Parser:
 
     made = Parser(
         "describe",
-        description="Show a model and its optimizer as a nested system: which part learns what,"
-        " from what, and how often. No weights are loaded.",
+        description="Show a model and its optimizer as a nested system: which part learns what,\n"
+        "from what, and how often. No weights are loaded.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("model", help="one of our models by name, a model's folder, or a hub name")
+    made.add_argument(
+        "model", help="one of our models by name, a model's folder, nestling:small, or a hub name"
+    )
     made.add_argument(
         "--download", action="store_true", help="ask the hub for a configuration that is not here"
     )
@@ -72,7 +74,10 @@ def _configuration(name: str, download: bool) -> Any:
 
     from nestling.adaptation.pretrained import check_config
     from nestling.models import presets
+    from nestling.pretrained import PREFIX, find
 
+    if name.startswith(PREFIX):
+        name = str(find(name))
     if (Path(name) / "config.json").exists():
         check_config(Path(name))
     try:
@@ -101,8 +106,10 @@ def _optimizer(name: str, model: Any) -> Any:
     for module in (nestling.optim, torch.optim):
         found = getattr(module, name, None)
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+            labelled = name in ("AdaMuon", "M3", "Muon") and module is nestling.optim
             try:
-                return found(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+                given = nestling.optim.param_groups(model) if labelled else model.parameters()
+                return found(given, lr=1e-3)  # type: ignore[call-arg]
             except (TypeError, ValueError) as error:
                 raise ValueError(f"--optimizer {name}: {error}") from error
     raise ValueError(f"--optimizer {name}: neither nestling.optim nor torch.optim has it")

@@ -30,7 +30,7 @@ def parser() -> Parser:
     made.add_argument("--tokens", type=int, default=200, help="how many to write (default 200)")
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     made.add_argument("--top-p", type=float, default=0.95, help="nucleus of the sampling")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=0, help="of all random choices (0)")
     trust_option(made)
     return made
 

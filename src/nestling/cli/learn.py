@@ -8,6 +8,7 @@ import hashlib
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,15 @@ def parser() -> Parser:
         epilog=_EXAMPLES,
     )
     made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
-    made.add_argument("--from", dest="files", nargs="+", default=[], metavar="FILE", type=Path)
+    made.add_argument(
+        "--from",
+        dest="files",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        type=Path,
+        help="texts to learn, one after the other",
+    )
     made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument("--levels", help="tokens between updates, fastest first (64,512)")
@@ -60,7 +69,13 @@ def parser() -> Parser:
         help="a text is refused if it raises the loss on earlier ones by more (1 nat per token)",
     )
     made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
-    made.add_argument("--save-every", type=int, default=16384, metavar="TOKENS")
+    made.add_argument(
+        "--save-every",
+        type=int,
+        default=16384,
+        metavar="TOKENS",
+        help="save the memory after so many (default 16384): a stopped run goes on from there",
+    )
     made.add_argument(
         "--out", type=new_file(".html", ".svg"), help="timeline of all levels, .html or .svg"
     )
@@ -123,15 +138,15 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
         plan = _plan(learner.notes, arguments.files, texts)
         if arguments.passes is not None:
             plan = [{**entry, "passes": arguments.passes} for entry in plan]
-        learned = not texts
+        learned, told = not texts, []
         for number, text in enumerate(texts):
             if not plan[number]["done"]:
                 ids = encode(text, tokenizer, begin=True)[: arguments.tokens]
-                _learn_file(learner, ids, plan, number, arguments)
+                told.append(_learn_file(learner, ids, plan, number, arguments))
             learned = learned or bool(plan[number].get("updates"))
         print(learner)
         if arguments.out is not None:
-            print(f"timeline: {_draw(learner, arguments.out, arguments.memory)}")
+            print(f"timeline: {_draw(learner, arguments.out, arguments.memory, told)}")
         if arguments.export is not None:
             print(f"PEFT LoRA: {learner.export_peft(arguments.export)}")
     return 0 if learned else 1
@@ -153,8 +168,8 @@ def _plan(notes: Any, files: list[Path], texts: list[str]) -> list[dict[str, Any
 
 def _learn_file(
     learner: Any, ids: Any, plan: list[dict[str, Any]], number: int, arguments: argparse.Namespace
-) -> None:
-    """Learn what is left of one file, saving as it goes, and say what it brought."""
+) -> str:
+    """Learn what is left of one file, saving as it goes; say, and return, what it brought."""
     from nestling.adaptation.learner import SCORED, Report, passes_for
     from nestling.adaptation.own_text import own_texts
 
@@ -188,14 +203,18 @@ def _learn_file(
             for alarm in report.alarms:
                 _say(f"alarm: {alarm}")
     if report.refused:
-        _say(f"{entry['name']}: refused; the memory is as it was before this text")
+        said = "refused; the memory is as it was before this text"
     elif not entry["updates"]:
-        _say(f"{entry['name']}: nothing was learned, a text needs 2 tokens at least")
+        said = "nothing was learned, a text needs 2 tokens at least"
     elif "before" in entry:
         after = learner.score(sample), learner.own_loss()
         total = Report(text=(entry["before"][0], after[0]), own=(entry["before"][1], after[1]))
         total.tokens, total.updates = len(ids) * passes, [None] * entry["updates"]  # type: ignore[list-item]
-        _say(f"{entry['name']}: {total}")
+        said = str(total)
+    else:
+        return f"{entry['name']}: learned"
+    _say(f"{entry['name']}: {said}")
+    return f"{entry['name']}: {said}"
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -294,8 +313,11 @@ class _Bar:
             self.bar.stop()
 
 
-def _draw(learner: Any, out: Path, memory: Path) -> Path:
-    """Which level updated when: surprise as bars, the distance from the base as a line."""
+def _draw(learner: Any, out: Path, memory: Path, told: Sequence[str] = ()) -> Path:
+    """Which level updated when: surprise as bars, the distance from the base as a line.
+
+    told: what each text brought, which the page says first.
+    """
     from nestling.description import Timeline
 
     timeline = Timeline()
@@ -311,18 +333,20 @@ def _draw(learner: Any, out: Path, memory: Path) -> Path:
         f"<td>{drift[d.level]}</td></tr>"
         for d in learner.drift
     )
+    brought = "".join(f"<p>{escape(each)}</p>" for each in told)
     said = {level: f"drift {number}" for level, number in drift.items()}
     out.write_text(
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Memory timeline</title>'
         '<meta name="viewport" content="width=device-width">'
-        "<style>body{font:15px system-ui,sans-serif;margin:2rem auto;max-width:1180px"
-        ";padding:0 1rem}"
+        "<style>body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1180px"
+        ";padding:0 1rem;color:#1d2733}h1{font-size:1.6rem;line-height:1.2}"
         "svg{max-width:100%;height:auto}h1{overflow-wrap:anywhere}table{margin:1rem 0}"
         "td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}</style>"
         f"<h1>What the memory {escape(repr(str(memory)))} learned, and when</h1>"
-        f"{timeline.picture(said)}<table><tr><th>level</th><th>learns</th><th>updates</th>"
+        f"{brought}{timeline.picture(said)}<table><tr><th>level</th><th>learns</th><th>updates</th>"
         f"<th>drift</th></tr>{rows}</table>"
-        f"<p>{learner.position:,} tokens were read. Drift is the size of what a level has learned"
+        f"<p>The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
+        " level has learned"
         " over the size of the weights it changes.</p></html>\n",
         encoding="utf-8",
     )

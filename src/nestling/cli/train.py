@@ -25,7 +25,7 @@ def parser() -> Parser:
     made = Parser(
         "train",
         description="Train a language model from a recipe.\n\nrecipes:\n"
-        + "\n".join(f"  {name:<10} {make.__doc__}" for name, make in RECIPES.items()),
+        + "\n".join(f"  {name:<14} {make.__doc__}" for name, make in RECIPES.items()),
         epilog=_EXAMPLES,
     )
     made.add_argument("recipe", help="name of a recipe")

@@ -56,6 +56,7 @@ class Request(NamedTuple):
     keep_logits: bool
     measure: bool
     hidden: bool = False  # every layer's input, and the last layer's output, are wanted
+    embeds: Tensor | None = None  # [B, T, D] in the place of `ids`, which are then only counted
 
 
 class Result(NamedTuple):
@@ -75,6 +76,13 @@ class _Group(NamedTuple):
     ids: Tensor  # [b, n]
     columns: Tensor | None  # [b, n] where the tokens stand; None: one after the other
     valid: Tensor | None  # [b, n] False: padding behind a shorter text
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The group's own of what the batch has for every token: [B, T, ...] -> [b, n, ...]."""
+        mine = whole[self.rows]
+        if self.columns is None:
+            return mine
+        return mine[torch.arange(len(mine), device=mine.device).unsqueeze(1), self.columns]
 
 
 def engine_of(model: Any) -> Engine:
@@ -224,6 +232,7 @@ class _Reader:
         self.updates: list[Sequence[LevelUpdate]] = []  # of every group
         self.hidden: list[list[Tensor] | None] = []  # of every group, if it is wanted
         self._passes: list[list[Tensor]] = []  # the hidden states of every forward pass
+        self._embeds: Tensor | None = None  # of the group that is read, [b, n, D]
         names = request.learn
         self.silent = [
             names is not True and (names is False or level.name not in names)
@@ -240,9 +249,7 @@ class _Reader:
             return None
         request, targets = self.request, None
         if request.targets is not None:
-            targets = request.targets[group.rows]
-            if group.columns is not None:
-                targets = targets.gather(1, group.columns)
+            targets = group.of(request.targets)
             if group.valid is not None:
                 targets = torch.where(group.valid, targets, IGNORE)
         stream = TokenStream(
@@ -259,6 +266,8 @@ class _Reader:
             observe=self.model.training and (request.meta is not None or self.outer is not None),
             recompute=self.recompute,
         )
+        if request.embeds is not None:
+            self._embeds = group.of(request.embeds)
         if all(self.silent):
             out = stream.read(group.ids, state)
         else:
@@ -277,7 +286,8 @@ class _Reader:
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "hooks": False}
         if self.request.hidden:
             options["gather"] = []
-        x = self.model.model(input_ids=ids, **options)
+        given = {"input_ids": ids} if self._embeds is None else {"inputs_embeds": self._embeds}
+        x = self.model.model(**given, **options)
         if self.request.hidden:
             constant = self.request.meta is None
             self._passes.append([h.detach() if constant else h for h in options["gather"]])

@@ -312,6 +312,8 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         learn: in a model whose levels learn, False only reads, with what was learned so far; names
             of levels let only these learn; by default all do, from tokens (`inputs_embeds` are only
             read). measure: the norms in the output's `updates`.
+
+        Where levels learn, the logits of padding are zeros.
         """
         learned = getattr(past_key_values, "learned", None) is not None
         if learn is None:
@@ -321,10 +323,13 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         if learn is not False and torch.compiler.is_exporting():
             raise ValueError("levels that learn cannot be exported: give learn=False")
         if learned or learn is not False:
-            if input_ids is None:
+            if input_ids is None and learn is not False:
                 raise ValueError("levels learn from tokens: give input_ids, or learn=False")
+            if input_ids is not None and inputs_embeds is not None:
+                raise ValueError("give exactly one of input_ids and inputs_embeds")
             return self._learning(
                 input_ids,
+                inputs_embeds,
                 attention_mask,
                 position_ids,
                 past_key_values,
@@ -347,6 +352,9 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         x = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
+        mask = _token_mask(attention_mask, x.shape[1]) if self.learns_now else None
+        if mask is not None:  # as where it learns
+            logits = logits * mask[:, keep].unsqueeze(-1)
         loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
@@ -359,7 +367,8 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
 
     def _learning(
         self,
-        ids: Tensor,
+        ids: Tensor | None,
+        embeds: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         past: MemoryCache | None,
@@ -370,8 +379,12 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         measure: bool,
         options: dict[str, Any],
     ) -> CausalLMOutputWithPast:
-        """`forward` while the levels learn from what is read (Eq. 71)."""
+        """`forward` while the levels learn from what is read (Eq. 71), or have learned before."""
         self.model._refuse(options, position_ids)
+        if embeds is not None:  # nobody knows the tokens: they are only read
+            ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        if ids is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         names = [level.name for level in self.config.memory_levels]
         if wrong := [] if isinstance(learn, bool) else sorted(set(learn) - set(names)):
             raise ValueError(f"learn: no level {', '.join(wrong)}; there are {', '.join(names)}")
@@ -387,8 +400,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         once = first and self.training and targets is not None and learn is not False
         layout = documents(position_ids, mask, ids.shape[0])
         hidden: Any = options.get("output_hidden_states")
+        hidden = config.output_hidden_states if hidden is None else hidden
         given = Request(
             ids=ids,
+            embeds=embeds,
             mask=mask,
             cache=cache,
             targets=targets if once else None,
@@ -397,9 +412,9 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             learn=learn,
             keep_logits=targets is not None or not _only_last(logits_to_keep),
             measure=measure,
-            hidden=bool(config.output_hidden_states if hidden is None else hidden),
+            hidden=bool(hidden),
         )
-        logits, loss, updates, hidden = learn_tokens(self, given, layout)
+        logits, loss, updates, states = learn_tokens(self, given, layout)
         if loss is None and targets is not None:
             options = {**options, "shift_labels": targets}
             loss = self.loss_function(logits, labels, config.vocab_size, **options)
@@ -412,7 +427,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             logits=logits,
             past_key_values=cache,
             updates=updates,
-            hidden_states=hidden,
+            hidden_states=_chosen(states, hidden),
         )
 
     def stream(
@@ -424,6 +439,13 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     ) -> Iterator[StreamOutput]:
         """Read a stream of tokens of any length in constant memory; see `streaming.stream`."""
         return stream(self, tokens, state, piece=piece)
+
+
+def _chosen(states: tuple[Tensor, ...] | None, asked: Any) -> tuple[Tensor | None, ...] | None:
+    """All hidden states, or the outputs of the layers `asked` for and None in the others' place."""
+    if states is None or not isinstance(asked, (list, tuple, set)):
+        return states
+    return tuple(each if n in asked else None for n, each in enumerate(states[1:]))
 
 
 def _only_last(logits_to_keep: int | Tensor) -> bool:

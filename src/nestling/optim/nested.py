@@ -46,6 +46,12 @@ class NestedOptimizer(Optimizer):
         names = [level.name for level in self.levels]
         if len(set(names)) < len(names):
             raise ValueError(f"every level needs a name of its own, got {names}")
+        for level, params, _ in parts:
+            if isinstance(params, Tensor):
+                raise TypeError(
+                    "params argument given to the optimizer should be an iterable of Tensors or"
+                    f" dicts; level {level.name!r} got one of shape {tuple(params.shape)}"
+                )
         self.optimizers = [factory(list(params)) for _, params, factory in parts]
         for level, optimizer in zip(self.levels, self.optimizers, strict=True):
             if isinstance(optimizer, DGD) and level.chunk != 1:

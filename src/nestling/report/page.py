@@ -22,10 +22,15 @@ h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; }
 p.lead { color: var(--soft); font-size: 1.1rem; margin-top: 0; }
 figure { margin: 1.5rem 0; padding: .5rem; border-radius: .5rem; overflow-x: auto; }
 figure svg { width: 100%; height: auto; display: block; }
+figure.wide { width: min(74rem, 100vw - 3rem); position: relative; left: 50%;
+  transform: translateX(-50%); box-sizing: border-box; }
 figcaption { color: #5c667a; font-size: .9rem; padding: .25rem .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .45rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
+@media (max-width: 40rem) {
+  th, th:first-child, td { padding: .35rem .25rem; font-size: .75rem; line-height: 1.3; }
+}
 th { color: var(--soft); font-weight: 600; font-size: .9rem; }
 pre { background: color-mix(in srgb, var(--line) 55%, transparent); padding: 1rem; overflow-x: auto;
   border-radius: .5rem; white-space: pre-wrap; font-size: .9rem; }
@@ -57,11 +62,14 @@ class Page:
         """Text as it is: a sample, a command."""
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
-    def figure(self, svg: str, caption: str) -> None:
-        """A picture (SVG) with a caption that says what to see in it."""
+    def figure(self, svg: str, caption: str, *, wide: bool = False) -> None:
+        """A picture (SVG) with a caption that says what to see in it.
+
+        wide: it may be wider than the text, where the screen has room.
+        """
         body = svg[svg.index("<svg") :]
-        label = html.escape(caption)
-        self._parts.append(f"<figure>{body}<figcaption>{label}</figcaption></figure>")
+        label, kind = html.escape(caption), ' class="wide"' if wide else ""
+        self._parts.append(f"<figure{kind}>{body}<figcaption>{label}</figcaption></figure>")
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table; the first column is the name of the row."""

@@ -27,6 +27,7 @@ def lines(
     log_x: bool = False,
     zero: bool = False,
     level: float | None = None,
+    colours: Sequence[str] = COLOURS,
 ) -> str:
     """A line plot as SVG; `level` draws a thin horizontal line there."""
     try:
@@ -40,23 +41,20 @@ def lines(
     style["svg.hashsalt"] = "nestling"  # the same picture has the same ids, so the same text
     with mpl.rc_context(style):
         figure, axes = pyplot.subplots(figsize=(7.2, 3.6), layout="constrained")
-        for colour, line in zip(_cycle(len(drawn)), drawn, strict=True):
+        cycle = [colours[i % len(colours)] for i in range(len(drawn))]
+        for colour, line in zip(cycle, drawn, strict=True):
             axes.plot(line.x, line.y, color=colour, linewidth=2, marker="o", markersize=3.5)
             if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, lw=0)
         if level is not None:
             axes.axhline(level, color="#9aa5b8", linewidth=1, zorder=0)
         _dress(axes, x, y, log_x, zero)
-        _label(axes, drawn)
+        _label(axes, drawn, cycle)
         text = io.StringIO()
         no_trace = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=no_trace)
         pyplot.close(figure)
     return text.getvalue()
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def _dress(axes: Any, x: str, y: str, log_x: bool, zero: bool) -> None:
@@ -76,7 +74,7 @@ def _dress(axes: Any, x: str, y: str, log_x: bool, zero: bool) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _label(axes: Any, drawn: Sequence[Line]) -> None:
+def _label(axes: Any, drawn: Sequence[Line], colours: Sequence[str]) -> None:
     """Names at the lines' ends, pushed apart so that they never overlap."""
     low, high = axes.get_ylim()
     gap = 0.07 * (high - low)
@@ -84,7 +82,6 @@ def _label(axes: Any, drawn: Sequence[Line]) -> None:
     heights: list[float] = []
     for end, _ in ends:
         heights.append(max(end, heights[-1] + gap) if heights else end)
-    colours = _cycle(len(drawn))
     for height, (_, i) in zip(heights, ends, strict=True):
         axes.annotate(
             drawn[i].name,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from nestling.continuum import MemoryLevel
 from nestling.description import Description, Timeline
 from nestling.description.draw import picture
+from nestling.description.svg import COLOURS
 from nestling.report.page import Page
 from nestling.report.plots import Line, lines
 
@@ -62,7 +63,8 @@ def tell(story: Story) -> Page:
     page.text(
         "Two small language models of equal size were trained on the same invented chronicles, both"
         " with levels that learn while they read: Hope, whose layers are self-modifying memories,"
-        " and a Transformer with window attention. Then both met documents they had never seen."
+        " and a Transformer with window attention (the recipe hope_attention). Then both met"
+        " documents they had never seen."
     )
     _levels(page, story)
     _reading(page, story)
@@ -83,7 +85,7 @@ def _diet(page: Page, story: Story) -> None:
     page.table(
         ["", "parameters", "tokens read", "training time", "validation loss"],
         [
-            (t.name, f"{t.parameters:,}", f"{t.tokens:,}", f"{t.seconds:.0f} s", f"{t.best:.3f}")
+            (t.name, f"{t.parameters:,}", f"{t.tokens:,}", f"{t.seconds:,.0f} s", f"{t.best:.3f}")
             for t in story.trained
         ],
     )
@@ -151,7 +153,7 @@ def _levels(page: Page, story: Story) -> None:
         " descent on the next byte. A fast level changes often and a little, a slow one seldom."
     )
     page.figure(
-        _curves(story.distances, x=WHERE, y="distance from where it began"),
+        _curves(story.distances, x=WHERE, y="distance from where it began", colours=COLOURS),
         "How far each level has gone from its trained starting point: every step is an update.",
     )
     counts = {name: (len(points) - 2) // 2 for name, points in story.distances.items()}
@@ -183,19 +185,21 @@ def _levels(page: Page, story: Story) -> None:
     page.figure(
         story.timeline.picture(),
         "Timeline of the levels: every update, its surprise, and the way its weights have gone.",
+        wide=True,
     )
     page.text(
         "The same Hope as a nested system: every part that learns, what it learns from, and how"
         " often, the fastest on top."
     )
-    page.figure(picture(story.description), "Levels of Hope and its optimizer during training.")
+    caption = "Levels of Hope and its optimizer during training."
+    page.figure(picture(story.description), caption, wide=True)
 
 
 def _samples(page: Page, story: Story) -> None:
     if not story.samples:
         return
     page.heading("What they write")
-    page.text("Each continues the same opening. A few minutes of training, letter by letter.")
+    page.text("Each continues the same opening. Minutes of training, letter by letter.")
     for name, text in story.samples.items():
         page.text(f"{name}:")
         page.code(text)

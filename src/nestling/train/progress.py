@@ -26,7 +26,8 @@ class Progress:
     ) -> None:
         self.steps, self.folder, self.speak, self.every = steps, folder, speak, every
         self.out = out or sys.stderr
-        self._last = (time.perf_counter(), 0)
+        self._first = time.perf_counter()
+        self._last = (self._first, 0)
         self._tokens = 0
         self._stack = contextlib.ExitStack()
         self._bar: Any = None
@@ -67,7 +68,8 @@ class Progress:
             if self._bar is not None:
                 self._bar.update(self._task, completed=step, note=note)
             else:
-                left = (self.steps - step) * tokens / max(speed, 1e-9)
+                whole = self._tokens / max(now - self._first, 1e-9)  # of this run so far
+                left = (self.steps - step) * tokens / max(whole, 1e-9)
                 print(f"step {step}/{self.steps}  {note}  {_clock(left)} left", file=self.out)
         elif self._bar is not None:
             self._bar.update(self._task, completed=step)

@@ -237,7 +237,7 @@ def tiny() -> Recipe:
 
 
 def stream() -> Recipe:
-    """As tiny, but every row reads whole documents and carries its memory from window to window."""
+    """As tiny, but rows read whole documents and carry their memory from window to window."""
     return Recipe(data=Data(order="sequential", length=128), run=Run(rows=16))
 
 
