@@ -68,6 +68,11 @@ def other_best(meta, tensors):
     next(item for item in items if item[0] == "best_step")[1] = "x"
 
 
+def other_loss(meta, tensors):
+    items = skeleton(meta, "memory")[1]["dict"]
+    next(item for item in items if item[0] == "best")[1] = "x"
+
+
 def other_timeline(meta, tensors):
     skeleton(meta, "timeline")[1] = [3]
 
@@ -112,9 +117,9 @@ def carried_of_another_type(meta, tensors):
 
 
 CRAFTS = (
-    no_recipe, no_part_of_the_recipe, no_loss, other_memory, other_step, other_best, other_timeline,
-    other_random, half_a_random, moment_that_is_none, no_moment, moment_of_another_shape,
-    carried_that_is_none, carried_of_another_type,
+    no_recipe, no_part_of_the_recipe, no_loss, other_memory, other_step, other_best, other_loss,
+    other_timeline, other_random, half_a_random, moment_that_is_none, no_moment,
+    moment_of_another_shape, carried_that_is_none, carried_of_another_type,
 )  # fmt: skip
 
 
