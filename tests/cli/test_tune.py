@@ -126,6 +126,8 @@ def test_mistakes_are_told_before_any_work(tmp_path, capsys):
         (["tune", "tiny", "--trials", "0"], "--trials must be at least 1"),
         (["tune", "tiny", "--minutes", "nan"], "--minutes must be above 0"),
         (["tune", "none"], "unknown recipe"),
+        (["tune", "tiny", "model.preset=Size"], "no preset 'Size'"),
+        (["tune", "tiny", "--trials", "1", "data.valid=builtin:2|nofile|builtin:3"], "nofile: no"),
     ):
         assert main([*wrong, "--out", str(tmp_path / "no")]) == 2
         assert says in capsys.readouterr().err

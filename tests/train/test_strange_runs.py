@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import lzma
 import shutil
 
@@ -151,6 +152,28 @@ def test_the_run_itself_goes_on(run, tmp_path, capsys):
     shutil.copytree(run, out)
     assert train(out, "run.steps=4") == 0
     assert "continuing from step 2" in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_precision_it_was_begun_with(tmp_path, monkeypatch):
+    """M3 measures which products are quicker; another start must not find others."""
+
+    def quicker(is_so):
+        module = importlib.import_module("nestling.rules.newton_schulz")
+        monkeypatch.setattr(module, "bf16_is_quicker", lambda: is_so)
+
+    changes = ("optim.name=m3", "model.fields.intermediate_size=160")
+    for name, later in (("whole", False), ("cut", True)):
+        quicker(False)
+        assert train(tmp_path / name, *changes) == 0
+        quicker(later)
+        assert train(tmp_path / name, *changes, "run.steps=5") == 0
+    whole, again = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut")
+    )
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    assert train(tmp_path / "other", *changes, "run.steps=5") == 0
+    other = load_file(tmp_path / "other" / "model" / "model.safetensors")
+    assert not all(torch.equal(whole[key], other[key]) for key in whole), "it makes a difference"
 
 
 def missing(weights):

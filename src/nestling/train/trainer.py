@@ -26,6 +26,7 @@ from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
+from nestling.rules.newton_schulz import quick_precision
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -399,6 +400,7 @@ class Trainer:
         if recipe.run.compile:
             self.model = torch.compile(self.model)
         self.optimizer = build(recipe.optim, self.bare)
+        self._settle()
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.carry: list[Any] | None = None
         self.memory = _Memory()
@@ -406,6 +408,19 @@ class Trainer:
         self._resumed: Checkpoint | None = None  # until a step was taken from it
         self.timeline = Timeline()
         self._watch = self._watcher()
+
+    def _settle(self) -> None:
+        """One precision of products for all processes and all later starts of the run.
+
+        Where it is left open, an optimizer measures which is quicker on a CPU, and a busy machine
+        may find another one at another time: the first process decides, and checkpoints hold it.
+        """
+        groups = self.optimizer.param_groups if self.world.device.type == "cpu" else []
+        if left := [g for g in groups if "precision" in g and g["precision"] is None]:
+            own = quick_precision(self.world.device) if self.world.main else None
+            chosen = self.world.gather(own)[0]
+            for group in left:
+                group["precision"] = chosen
 
     def _watcher(self) -> Callable[[int], Any]:
         """With levels of different chunks, note who changed when (one process)."""
@@ -432,6 +447,7 @@ class Trainer:
             expect(found.facts, _FACTS, found.path)
             _same_run(found, self.recipe, self.checkpoints)
             restore_(self.bare, self.optimizer, found)
+            self._settle()
             _restore_random(found.load("random"))
             self.carry = self._load_carry(found)
             self.memory = _load_memory(found)
