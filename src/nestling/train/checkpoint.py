@@ -413,8 +413,10 @@ def restore_(model: Any, optimizer: torch.optim.Optimizer, saved: Checkpoint) ->
 
     def finite(name: str, start: int = 0, stop: int | None = None) -> Tensor:
         rows = saved.read(name, start, stop)
-        if rows.is_floating_point() and not bool(rows.isfinite().all()):
-            raise BrokenFileError(f"{saved.path}: {name[1:]} holds a number that is not finite")
+        if rows.is_floating_point() and rows.numel():
+            ends = torch.stack(torch.aminmax(rows))  # without a copy of the rows
+            if not bool(ends.isfinite().all()):
+                raise BrokenFileError(f"{saved.path}: {name[1:]} holds a number that is not finite")
         return rows
 
     def read(name: str) -> Tensor:

@@ -26,7 +26,6 @@ from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
-from nestling.rules.newton_schulz import quick_precision
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -410,17 +409,14 @@ class Trainer:
         self._watch = self._watcher()
 
     def _settle(self) -> None:
-        """One precision of products for all processes and all later starts of the run.
+        """Products in float32 where a CPU would measure for itself which are quicker.
 
-        Where it is left open, an optimizer measures which is quicker on a CPU, and a busy machine
-        may find another one at another time: the first process decides, and checkpoints hold it.
+        A busy machine may find others at another start, or in another process of the run.
         """
         groups = self.optimizer.param_groups if self.world.device.type == "cpu" else []
-        if left := [g for g in groups if "precision" in g and g["precision"] is None]:
-            own = quick_precision(self.world.device) if self.world.main else None
-            chosen = self.world.gather(own)[0]
-            for group in left:
-                group["precision"] = chosen
+        left = [group for group in groups if group.get("precision", 0) is None]
+        for group in left:
+            group["precision"] = torch.float32
 
     def _watcher(self) -> Callable[[int], Any]:
         """With levels of different chunks, note who changed when (one process)."""
