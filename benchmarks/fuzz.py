@@ -326,7 +326,7 @@ def _moved(made: Path, folder: Path) -> None:
     """Put what was made in a folder of its own directly into `folder`."""
     for path in made.iterdir():
         path.rename(folder / path.name)
-    shutil.rmtree(folder / "x")
+    shutil.rmtree(next(each for each in folder.iterdir() if each.is_dir()))
 
 
 def make_gguf(folder: Path) -> None:
@@ -357,6 +357,57 @@ def make_gguf(folder: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+RECIPE = """
+    model.fields.hidden_size=8 model.fields.num_hidden_layers=1 model.fields.num_attention_heads=2
+    model.fields.intermediate_size=8 data.train=builtin:1 data.valid=builtin:1 data.length=8
+    run.rows=1 run.steps=2 run.eval_windows=1
+""".split()
+
+
+def _weighs(weights: dict[str, Any]) -> bool:
+    return all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+def run_reader() -> Reader:
+    """A checkpoint as training goes on from it, with weights, optimizer, memories and chance."""
+    from nestling.train.checkpoint import checkpoints, load_checkpoint
+    from nestling.train.distributed import World
+    from nestling.train.progress import Progress
+    from nestling.train.recipe import changed, get_recipe
+    from nestling.train.trainer import Trainer, TrainingFailedError, train
+
+    def recipe(folder: Path) -> Any:
+        return changed(get_recipe("stream"), [*RECIPE, f"data.cache={folder.parent / 'cache'}"])
+
+    def make(folder: Path) -> None:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            train(recipe(folder), folder / "x")
+        (folder / "x" / "checkpoints" / "step-00000002").rename(folder / "y")
+        shutil.rmtree(folder / "x")
+        _moved(folder / "y", folder)
+
+    def read(folder: Path) -> Any:
+        run = folder.parent / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "checkpoints" / "step-00000002").symlink_to(folder)
+        trainer = Trainer(recipe(folder), run, World(), Progress(3, run, speak=False))
+        trainer.resume()
+        if trainer.memory.step == 0:
+            raise ValueError("it was passed over")
+        trainer.step()
+        return trainer
+
+    def goes_on(trainer: Any) -> bool:
+        """Weights that are none are not saved; the run ends with what is wrong."""
+        with contextlib.suppress(TrainingFailedError):
+            trainer.save()
+        found = checkpoints(trainer.checkpoints)[1:]
+        return all(_weighs(load_checkpoint(path).states["model"]) for path in found)
+
+    return Reader(make, read, craft_tree("part"), goes_on)
 
 
 def readers() -> dict[str, Reader]:
@@ -445,6 +496,7 @@ def readers() -> dict[str, Reader]:
             craft_tree("part"),
             lambda states: isinstance(states, dict),
         ),
+        "run": run_reader(),
         "packed": Reader(packed, PackedCorpus.open, crafted(craft_packed), whole),
         "study": Reader(runs, lambda f: study(f).runs(), crafted(craft_study), _finite),
         "llama2c": Reader(

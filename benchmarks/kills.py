@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 import nestling.models
 import nestling.train.trainer  # noqa: F401  (what a child needs is imported before it is forked)
 from nestling.cli import main as main_command
+from nestling.machine import bf16_is_quicker
 
 CHANGES = [
     "model.fields.hidden_size=32",
@@ -348,6 +349,7 @@ def main() -> None:
     parser.add_argument("--last", type=int, help="processes of the last leg (default: the same)")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    bf16_is_quicker()  # measured once, before lives are forked that would each ask
     what = ["train"] if options.processes > 1 else options.what
     shares = {name: (options.kills + place) // len(what) for place, name in enumerate(what)}
     bad = sum(kill_work(name, n, options.seed)[1] for name, n in shares.items() if name != "train")

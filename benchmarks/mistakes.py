@@ -134,6 +134,13 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--optimizer": "x Optimizer '' LBFGSS",
         "--size": "x '' Tiny",
     },
+    f"tune {' '.join(TRAIN[1:-2])} optim.lr=1e-3..1e-2 --trials 1 --out search": {
+        "--trials": "0 -1 x 1.5",
+        "--jobs": "0 -1 x",
+        "--minutes": "0 -1 nan x",
+        "--sampler": "x '' Halton",
+        "--out": "text.txt",
+    },
     "demo --out run": {
         "--steps": "0 -1 x",
         "--documents": "0 -1 x",
@@ -142,6 +149,13 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--out": "text.txt",
     },
 }
+TUNED = (  # searches that cannot begin
+    "optim.lr=x..1 optim.lr=1..x optim.lr=2..1 optim.lr=1..1 optim.lr=nan..1 optim.lr=1|| a.b=1..2"
+    " optim.lr=1|1 optim.lr=1|x optim.name=adamw|x|m3 run.steps=0..3 run.rows=1|0|2 level=1..2"
+    " level.x.rate=1..2 level.fast.x=1..2 model.preset=Size model.preset=x model.mixer=x"
+    " data.train=nofile model.fields.hidden_size=x model.fields.levels=3 optim.lr=inf"
+    " data.length=8|1"
+).split()
 WHOLE = [  # mistakes of their own kind
     ["unknown"], ["Train"], ["--x"], ["\udcff"], ["train"], ["train", "huge"], ["train", ""],
     ["train", "tiny", "run.steps"], ["train", "tiny", "="], ["train", "tiny", "data.train="],
@@ -171,6 +185,8 @@ def lines() -> list[list[str]]:
     made = [list(line) for line in WHOLE]
     for key, least in COUNTS.items():
         made += [[*TRAIN, f"{key}={value}"] for value in (str(least), "x", "1.5", "nan")]
+    made += [["tune", *TRAIN[1:-2], *"--trials 1 --out search".split(), one] for one in TUNED]
+    made += [["tune"], ["tune", "huge"], ["tune", "tiny", "x"]]
     for key, listed in SETTINGS.items():
         made += [[*TRAIN, f"{key}={value}"] for value in listed.split()]
     for base, options in LINES.items():

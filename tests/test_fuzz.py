@@ -26,7 +26,7 @@ def readers():
     return fuzz.readers()
 
 
-NAMES = "tree state memory checkpoint packed study llama2c tokenizer gguf model".split()
+NAMES = "tree state memory checkpoint run packed study llama2c tokenizer gguf model".split()
 
 
 @pytest.mark.parametrize("name", NAMES)

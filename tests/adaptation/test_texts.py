@@ -378,6 +378,17 @@ def test_poisoned_streams_stay_where_they_are():
     assert ends["undone"] + ends["rolled back"] + ends["refused"] >= 3
 
 
+@pytest.mark.parametrize("number", [54, 339])
+def test_a_refused_stream_goes_back_to_before_its_harm(number):
+    """The last snapshot lay inside the poison: the memory kept most of the harm (20 to 60%)."""
+    users = _users()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftWarning)
+        found = users.attack(users.shared(users.FAMILIES[number % 6]), number, seed=0)
+    assert found.how == "refused"
+    assert found.right, found
+
+
 def test_names_a_newcomer_finds():
     assert nestling.load_learner is nestling.adaptation.load_learner
     assert {"adapt", "load_learner"} <= set(nestling.__all__)

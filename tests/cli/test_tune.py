@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nestling.cli import main
-from nestling.cli.tune import _flat
+from nestling.cli.tune import _best, _flat
 from nestling.models import presets
 from nestling.train.recipe import changed, get_recipe
 from nestling.train.search import Axis, apply, halton, read_space, tpe
@@ -126,7 +126,36 @@ def test_mistakes_are_told_before_any_work(tmp_path, capsys):
         (["tune", "tiny", "--trials", "0"], "--trials must be at least 1"),
         (["tune", "tiny", "--minutes", "nan"], "--minutes must be above 0"),
         (["tune", "none"], "unknown recipe"),
+        (["tune", "tiny", "model.preset=Size"], "no preset 'Size'"),
+        (["tune", "tiny", "--trials", "1", "data.valid=builtin:2|nofile|builtin:3"], "nofile: no"),
     ):
         assert main([*wrong, "--out", str(tmp_path / "no")]) == 2
         assert says in capsys.readouterr().err
         assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("point", "result"),
+    [
+        ("3", '{"loss": 1.5, "code": 0}'),
+        ('{"optim.lr": 3}', '{"loss": 1.5, "code": 0}'),
+        ('{"run.steps": "3"}', '{"loss": 1.5, "code": 0}'),
+        ('{"optim.lr": "0.005"}', "3"),
+        ('{"optim.lr": "0.005"}', '{"code": 0}'),
+        ('{"optim.lr": "0.005"}', '{"loss": "low", "code": 0}'),
+        ('{"optim.lr": "0.005"}', '{"loss": 1.5, "code"'),
+    ],
+)
+def test_a_trial_of_another_form_is_named(point, result, tmp_path, capsys):
+    (tmp_path / "trial-000").mkdir()
+    (tmp_path / "trial-000" / "point.json").write_text(point)
+    (tmp_path / "trial-000" / "result.json").write_text(result)
+    told = ["tune", "tiny", *SMALL, "optim.lr=1e-6..1e-2", "--out", str(tmp_path)]
+    assert main([*told, "--trials", "1"]) == 2
+    assert str(tmp_path / "trial-000") in capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_hides_no_other(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"step": 2, "validation_loss": 1.5}\n{"step": 3, "valid\n{"step": 4}\n')
+    assert _best(log) == 1.5

@@ -189,6 +189,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("model.preset=Size", "model.preset: no preset 'Size'; known: "),
         ("model.fields.hidden_size=x", "model.fields: "),
         ("model.fields.levels=3", "model.fields: "),
+        ("model.fields.levels=" + "[" * 100_000, "model.fields: "),
+        ("optim.options.x=" + "[" * 900 + "]" * 900, "optim.options for adamw: "),
         ("data.train=/nowhere/x.txt", "no such file or folder"),
         ("model.mixer=hop", "model must be one of"),
         ("optim.name=adam", "optim.name must be one of"),

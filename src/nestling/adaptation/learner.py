@@ -52,6 +52,9 @@ UNDO = 2
 PROBE, PROBES = 64, 8
 """Tokens kept of every text to see whether later ones spoil it, and of how many texts."""
 
+NOTHING = 0.05
+"""Of the limit of forgetting: a state that raised held-out losses by no more has spoilt nothing."""
+
 SCORED = 1024
 """Tokens of a text whose loss is measured before and after it is learned."""
 
@@ -131,6 +134,7 @@ class Learner:
         self._begun: tuple[str, ContinuumState] | None = None
         self._known: list[float] | None = None  # losses of held-out text where the stream began
         self._moved = False  # something was learned since held-out text was last looked at
+        self._kept: set[str] = set()  # the snapshots since the stream began
         self.continuum.confine = trust_region(continuum, self._norms, self.limits)
 
     # What it is
@@ -282,8 +286,8 @@ class Learner:
         name, and it is refused if it spoils what was known before. Token ids and iterators without
         a name are a stream that goes on where the last call ended, so it may be cut into calls
         anywhere; `new_text` begins another. What spoils more than the limit since the stream began
-        is refused, back to the last state that did not. `progress(tokens, report)` is called as it
-        goes.
+        is refused, back to the newest snapshot of the stream that spoilt next to nothing (or the
+        least). `progress(tokens, report)` is called as it goes.
         """
         if passes is not None and (isinstance(passes, bool) or passes < 1):
             raise ValueError(f"passes must be None or a whole number of at least 1; got {passes!r}")
@@ -400,9 +404,10 @@ class Learner:
     def _learn_stream(
         self, source: Iterator[Tensor], report: Report, note: Callable[[], None]
     ) -> None:
-        self._snapshots.add(self.state)
+        label = self._snapshots.add(self.state)
         if self._begun is None and self._known is None:
-            self._known, self._moved = self._held_out(), False
+            self._known, self._moved, self._kept = self._held_out(), False, set()
+        self._kept.add(label)
         waiting = torch.zeros(0, dtype=torch.long)
         for piece in source:
             waiting = torch.cat([waiting, check_range(piece.cpu(), self._vocabulary)])
@@ -455,7 +460,7 @@ class Learner:
         if slowest and any(update.level == slowest.name for update in made):
             self._look(report)
             if not report.refused:
-                self._snapshots.add(self.state)
+                self._kept.add(self._snapshots.add(self.state))
 
     def _look(self, report: Report) -> None:
         """Refuse what a stream has learned if it spoilt what was known where the stream began.
@@ -465,7 +470,21 @@ class Learner:
         if self._begun is None and self._known is not None and self._moved and not report.refused:
             self._moved = False
             if alarm := self._forgotten(self._known):
-                self._refuse(alarm, report)
+                self._refuse(alarm, report, self._unspoilt(self._known))
+
+    def _unspoilt(self, known: list[float]) -> ContinuumState | None:
+        """The newest snapshot of this stream that spoilt next to nothing, or the least spoilt.
+
+        The last one may lie inside the text that is refused, with most of its harm.
+        """
+        now, found, least = self.state, None, math.inf
+        for name in reversed(self._snapshots.names):
+            if name in self._kept and least > NOTHING * self.limits.forget:
+                self.state = state = self._snapshots.get(name, None)
+                if (rise := max(self._rises(known))) < least:
+                    found, least = state, rise
+        self.state = now
+        return found
 
     def _take(self, out: Any, report: Report) -> list[LevelUpdate]:
         """Take over what a call has learned; with an alarm, nothing of it."""
@@ -484,9 +503,9 @@ class Learner:
         self._last |= {update.level: update for update in made}
         return made
 
-    def _refuse(self, alarm: Alarm, report: Report) -> None:
-        """Go on from before the text that was begun, or from the last snapshot, and say so."""
-        name, good = self._begun or (None, self._snapshots.latest(self.state))
+    def _refuse(self, alarm: Alarm, report: Report, good: ContinuumState | None = None) -> None:
+        """Go on from before the text that was begun, a `good` state or the last one; say so."""
+        name, good = self._begun or (None, good or self._snapshots.latest(self.state))
         self.state, self._begun, self._last = self.continuum.new_context(good), None, {}
         report.alarms.append(alarm)
         report.refused = True
@@ -501,12 +520,15 @@ class Learner:
         own = [] if self._budget is None else [self.own_loss()]
         return own + [self.score(ids) for ids in self.probes if len(ids) > 1]
 
+    def _rises(self, known: list[float]) -> list[float]:
+        return [new - old for old, new in zip(known, self._held_out(), strict=True)]
+
     def _forgotten(self, known: list[float]) -> Alarm | None:
         """Whether learning raised a loss of held-out text past the limit, from what was known."""
         own = int(self._budget is not None)
         whose = own * ["the model's own text"] + self.watched * ["a text that is watched"]
-        for place, (old, new) in enumerate(zip(known, self._held_out(), strict=True)):
-            if not (rise := new - old) <= self.limits.forget:
+        for place, rise in enumerate(self._rises(known)):
+            if not rise <= self.limits.forget:
                 text = whose[place] if place < len(whose) else "an earlier text"
                 measure = f"rise of the loss of {text}"
                 return Alarm(self.position, "all", measure, rise, self.limits.forget)

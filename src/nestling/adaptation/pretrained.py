@@ -10,6 +10,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ def load_pretrained(
             raise OSError("there is no such folder (a name on the hub is NAME or OWNER/NAME)")
         return _load(name, options, dtype, strict)
     except Exception as error:  # parsers of other packages fail in their own ways
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{name}: cannot load a model: {said}") from error
+        raise _refused(name, error) from error
 
 
 def _load(
@@ -104,22 +104,71 @@ def _load(
     model, info = AutoModelForCausalLM.from_pretrained(
         name, output_loading_info=True, **options, **kind
     )
-    missing = sorted(info["missing_keys"])
     if strict:
-        for said, keys in (
-            ("its weights are incomplete: missing", missing),
-            ("it holds weights the model does not have:", sorted(info["unexpected_keys"])),
-            ("it holds weights of other shapes:", [str(k) for k in info["mismatched_keys"]]),
-        ):
-            if keys:
-                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-                raise ValueError(f"{said} {', '.join(keys[:3])}{more}")
-        for key, weight in model.state_dict().items():  # natural steps keep theirs in buffers
-            check_finite(weight, key)
-    elif missing:
+        _check_weights(model, info)
+    else:
+        _begin(model, info["missing_keys"])
+    return model.eval(), AutoTokenizer.from_pretrained(name, **options)
+
+
+def _check_weights(model: Any, info: dict[str, Any], own: set[str] | None = None) -> None:
+    """Refuse weights that are missing, left over, of other shapes or not finite.
+
+    own: the names a saved model of another configuration has; others may then differ.
+    """
+    missing, spare = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if own is not None:
+        missing, spare = missing & own, spare - own
+    for said, keys in (
+        ("its weights are incomplete: missing", sorted(missing)),
+        ("it holds weights the model does not have:", sorted(spare)),
+        ("it holds weights of other shapes:", [str(k) for k in info["mismatched_keys"]]),
+    ):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ValueError(f"{said} {', '.join(keys[:3])}{more}")
+    for key, weight in model.state_dict().items():  # natural steps keep theirs in buffers
+        check_finite(weight, key)
+
+
+def _begin(model: Any, missing: Iterable[str]) -> None:
+    """Give weights that no file held the values of a fresh model."""
+    if missing := sorted(missing):
         fresh = type(model)(model.config).state_dict()
         model.load_state_dict({key: fresh[key] for key in missing if key in fresh}, strict=False)
-    return model.eval(), AutoTokenizer.from_pretrained(name, **options)
+
+
+def load_start(folder: str | Path, config: Any) -> Any:
+    """A model of a configuration that begins with a saved model's weights (a warm start).
+
+    Weights that only one of the two has may differ: they begin as in a fresh model, or are left
+    out. The folder itself must be whole: wrong files end in a ValueError as in `load_pretrained`.
+    """
+    path = Path(folder)
+    try:
+        _check_folder(path, False)
+        saved = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if saved.model_type != config.model_type:
+            raise ValueError(f"a {saved.model_type} cannot start a {config.model_type}")
+        with torch.device("meta"):
+            own = AutoModelForCausalLM.from_config(saved, trust_remote_code=False)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            trust_remote_code=False,
+        )
+        _check_weights(model, info, set(own.state_dict()))
+        _begin(model, info["missing_keys"])
+    except Exception as error:  # parsers of other packages fail in their own ways
+        raise _refused(folder, error) from error
+    return model
+
+
+def _refused(name: str | Path, error: Exception) -> ValueError:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"{name}: cannot load a model: {said}")
 
 
 def _check_folder(folder: Path, trust: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.files import locked
     from nestling.train.recipe import changed, get_recipe
     from nestling.train.search import apply, is_axis, read_space
+    from nestling.train.trainer import check
 
     for name, least in (("trials", 1), ("jobs", 1)):
         if getattr(arguments, name) < least:
@@ -80,8 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     fixed = [s for s in arguments.settings if not is_axis(s)]
     recipe = changed(get_recipe(arguments.recipe), fixed)
     space = read_space([s for s in arguments.settings if is_axis(s)] or [_usual(recipe)])
-    for share in (0, 1):  # both ends, before any work
-        apply(recipe, {axis.key: axis.at(share * (1 - 1e-9)) for axis in space}, _levels(recipe))
+    check(recipe)
+    most = max(2, *(len(axis.choices) for axis in space)) - 1
+    for place in range(most + 1):  # both ends and every choice, before any work
+        point = {axis.key: axis.at(place / most * (1 - 1e-9)) for axis in space}
+        check(apply(recipe, point, _levels(recipe)))
     if arguments.sampler == "tpe":
         _propose(space, "tpe", 0, {})
     folder = arguments.out or Path("runs") / f"tune-{arguments.recipe}"
@@ -131,7 +136,7 @@ def _search(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     begin, running = time.monotonic(), list[Trial]()
-    done = _finished(folder, arguments.trials)
+    done = _finished(folder, arguments.trials, space)
     left = [n for n in range(arguments.trials) if n not in done]
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -171,14 +176,14 @@ def _start(
     done: Mapping[int, tuple[dict[str, str], float]],
 ) -> Trial:
     """Begin a trial, or go on with one that was stopped."""
-    from nestling.files import read_json, write_atomic
+    from nestling.files import write_atomic
     from nestling.train.search import apply
 
     place = folder / f"trial-{number:03d}"
     place.mkdir(exist_ok=True)
     settings = place / "point.json"
     if settings.exists():
-        point, _ = read_json(settings)
+        point = _point(settings, space)
     else:
         point = _propose(space, arguments.sampler, number, done)
         write_atomic(settings, json.dumps(point).encode())
@@ -237,21 +242,33 @@ def _best(path: Path) -> float:
     best = math.inf
     if path.exists():
         for line in path.read_text().splitlines():
-            best = min(best, json.loads(line).get("validation_loss", math.inf))
+            with contextlib.suppress(ValueError):  # a line that a full disk cut
+                best = min(best, json.loads(line).get("validation_loss", math.inf))
     return best
 
 
-def _finished(folder: Path, trials: int) -> dict[int, tuple[dict[str, str], float]]:
+def _point(path: Path, space: Sequence[Axis]) -> dict[str, str]:
+    """The settings a trial was given."""
+    from nestling.files import expect, read_json
+
+    found: dict[str, str] = expect(read_json(path)[0], {axis.key: str for axis in space}, path)
+    return found
+
+
+def _finished(
+    folder: Path, trials: int, space: Sequence[Axis]
+) -> dict[int, tuple[dict[str, str], float]]:
     """Points and losses of the trials that are done."""
-    from nestling.files import read_json
+    from nestling.files import expect, read_json
 
     done = {}
     for number in range(trials):
         place = folder / f"trial-{number:03d}"
         if (place / "result.json").exists():
-            result, _ = read_json(place / "result.json")
-            point, _ = read_json(place / "point.json")
-            done[number] = point, math.inf if result["loss"] is None else float(result["loss"])
+            path = place / "result.json"
+            loss = expect(read_json(path)[0], {"loss": object, "code": object}, path)["loss"]
+            loss = math.inf if loss is None else expect(loss, float, f"{path}: loss")
+            done[number] = _point(place / "point.json", space), loss
     return done
 
 

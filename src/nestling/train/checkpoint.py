@@ -411,11 +411,19 @@ def restore_(model: Any, optimizer: torch.optim.Optimizer, saved: Checkpoint) ->
     saved_order = [number for group in groups for number in group["params"]]
     order = dict(zip(saved_order, parameters, strict=True))
 
+    def finite(name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        rows = saved.read(name, start, stop)
+        if rows.is_floating_point() and rows.numel():
+            ends = torch.stack(torch.aminmax(rows))  # without a copy of the rows
+            if not bool(ends.isfinite().all()):
+                raise BrokenFileError(f"{saved.path}: {name[1:]} holds a number that is not finite")
+        return rows
+
     def read(name: str) -> Tensor:
         like = owner(name)
         if like is None or saved.shape(name) != tuple(like.shape):
-            return saved.read(name)
-        return own_rows(like, lambda start, stop: saved.read(name, start, stop))
+            return finite(name)
+        return own_rows(like, lambda start, stop: finite(name, start, stop))
 
     with torch.no_grad():
         for key, name in names.items():

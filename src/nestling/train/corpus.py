@@ -10,6 +10,7 @@ import bz2
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ TEXT = (".txt", ".text", ".md", ".rst", ".py", ".tex")
 LINES = (".jsonl", ".ndjson")
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _PIECE = 1 << 20  # characters of a text file that are held at once
+_LINE = 1 << 26  # characters of one JSON line, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,21 +105,28 @@ class Corpus:
         return facts
 
     def _file(self, path: Path) -> Iterator[tuple[str, bool]]:
-        with _open(path) as file:
-            if _kind(path) == "lines":
-                yield from _whole(self._json_lines(path, file))
-            elif self.separator is None:
-                yield from _pieces(file)
-            else:
-                yield from _whole(_split(file, self.separator))
+        try:
+            with _open(path) as file:
+                if _kind(path) == "lines":
+                    yield from _whole(self._json_lines(path, file))
+                elif self.separator is None:
+                    yield from _pieces(file)
+                else:
+                    yield from _whole(_split(file, self.separator))
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if getattr(error, "errno", None) is not None:  # the system's own names the file
+                raise
+            raise ValueError(f"{path}: cannot be unpacked: {error}") from error
 
     def _json_lines(self, path: Path, file: IO[str]) -> Iterator[str]:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), ""), start=1):
             if not line.strip():
                 continue
+            if len(line) > _LINE:
+                raise ValueError(f"{path}, line {number}: more than {_LINE} characters")
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict) or not isinstance(row.get(self.field), str):
                 have = sorted(row) if isinstance(row, dict) else type(row).__name__

@@ -221,9 +221,9 @@ def _read(text: str, kind: Any, key: str) -> Any:
 
 
 def _guess(text: str) -> Any:
-    """A free value: JSON if it is JSON, text otherwise."""
+    """A free value: JSON if it is JSON (of no more than 200 brackets), text otherwise."""
     try:
-        return json.loads(text)
+        return json.loads(text) if text.count("[") + text.count("{") <= 200 else text
     except ValueError:
         return text
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nestling.adaptation.pretrained import load_start
 from nestling.continuum.stream import begin
 from nestling.description import Timeline
-from nestling.files import locked
+from nestling.files import BrokenFileError, check_finite, check_state, expect, locked
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.machine import bf16_speed, keep_memory
@@ -35,7 +36,7 @@ from nestling.train.progress import Progress, preparing
 from nestling.train.recipe import Recipe
 from nestling.train.step import Gradients, Restarts, gradients, level_norms, loss_sum, precision
 from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
-from nestling.tree import named_tuples, state_select, state_stack, state_to
+from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
 
 class TrainingFailedError(RuntimeError):
@@ -283,7 +284,7 @@ def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
     config = _config(recipe, fields)
     if recipe.model.start is None:
         return NestlingForCausalLM(config)
-    return NestlingForCausalLM.from_pretrained(recipe.model.start, config=config)
+    return load_start(recipe.model.start, config)
 
 
 def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
@@ -398,12 +399,24 @@ class Trainer:
         if recipe.run.compile:
             self.model = torch.compile(self.model)
         self.optimizer = build(recipe.optim, self.bare)
+        self._settle()
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.carry: list[Any] | None = None
         self.memory = _Memory()
         self.loss = math.nan
+        self._resumed: Checkpoint | None = None  # until a step was taken from it
         self.timeline = Timeline()
         self._watch = self._watcher()
+
+    def _settle(self) -> None:
+        """Products in float32 where a CPU would measure for itself which are quicker.
+
+        A busy machine may find others at another start, or in another process of the run.
+        """
+        groups = self.optimizer.param_groups if self.world.device.type == "cpu" else []
+        left = [group for group in groups if group.get("precision", 0) is None]
+        for group in left:
+            group["precision"] = torch.float32
 
     def _watcher(self) -> Callable[[int], Any]:
         """With levels of different chunks, note who changed when (one process)."""
@@ -426,14 +439,17 @@ class Trainer:
         found = load_latest(self.checkpoints, types, self.world)
         if found is None:
             return
-        _same_run(found, self.recipe, self.checkpoints)
-        restore_(self.bare, self.optimizer, found)
-        _restore_random(found.load("random"))
-        self.carry = self._load_carry(found)
-        self.memory = _Memory(**found.load("memory"))
-        self.timeline.extend(_update(*saved) for saved in found.load("timeline"))
+        with _sound(found):
+            expect(found.facts, _FACTS, found.path)
+            _same_run(found, self.recipe, self.checkpoints)
+            restore_(self.bare, self.optimizer, found)
+            self._settle()
+            _restore_random(found.load("random"))
+            self.carry = self._load_carry(found)
+            self.memory = _load_memory(found)
+            self.timeline.extend(_update(*saved) for saved in found.load("timeline"))
         self._watch = self._watcher()
-        self.loss = found.facts["loss"]
+        self.loss, self._resumed = found.facts["loss"], found
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
 
     def save(self) -> bool:
@@ -499,6 +515,8 @@ class Trainer:
         """This process's rows of the carried memories, in its micro-batches."""
         if self.bare.config.learns_in_training:
             kept: list[Any] | None = found.load("carry")
+            for _, leaf in tree_leaves(kept):
+                check_finite(leaf, f"{found.path}: a carried memory")
             return kept and [state_to(each, device=self.world.device) for each in kept]
         rows = self.recipe.run.rows // self.world.size
         start = self.world.rank * rows
@@ -509,6 +527,8 @@ class Trainer:
             raise ValueError(
                 f"{self.checkpoints} was written by an earlier version; give the run a new folder"
             )
+        exact = state_to(own, dtype=torch.float32) if self.recipe.run.precision == "bf16" else own
+        check_state(exact, self.bare.model.init_states(1), rows, f"{found.path}: carry")
         own = state_to(own, device=self.world.device)
         places = torch.arange(rows).split(self.recipe.run.micro or rows)
         return [state_select(own, index) for index in places]
@@ -545,7 +565,9 @@ class Trainer:
         factor = self.recipe.schedule(self.memory.step)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        with contextlib.nullcontext() if self._resumed is None else _sound(self._resumed):
+            self.optimizer.step()
+        self._resumed = None
         self._watch(self.memory.step + 1)
         self.carry, self.loss = found.carry, found.loss
 
@@ -643,6 +665,42 @@ def _update(position: int, level: str, *measures: float) -> LevelUpdate:
     if len(measures) == 2:
         measures = (math.nan, *measures, math.nan)
     return LevelUpdate(position, level, *measures)
+
+
+_FACTS = {
+    "recipe": {"model": dict, "data": dict, "optim": dict, "run": dict},
+    "loss": float,
+}
+_MEMORY = {
+    "step": int,
+    "best": float,
+    "best_step": object,
+    "stale": int,
+    "bad": int,
+    "skipped": int,
+}
+
+
+@contextlib.contextmanager
+def _sound(found: Checkpoint) -> Iterator[None]:
+    """Name the checkpoint where what it holds does not fit; torch has errors of many kinds."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise BrokenFileError(
+            f"{found.path}: not a checkpoint of this run: {type(error).__name__}: {said}"
+        ) from error
+
+
+def _load_memory(found: Checkpoint) -> _Memory:
+    """The numbers of a run between its steps."""
+    saved = expect(found.load("memory"), _MEMORY, f"{found.path}: memory")
+    if saved["best_step"] is not None:
+        expect(saved["best_step"], int, f"{found.path}: best_step")
+    if saved["step"] != found.step:
+        raise BrokenFileError(f"{found.path}: step {saved['step']} in the checkpoint {found.step}")
+    return _Memory(**saved)
 
 
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
