@@ -180,15 +180,6 @@ def _grow(leaf: Tensor, size: Sequence[int]) -> Tensor:
     return functional.pad(leaf, [n for extra in reversed(missing) for n in (0, extra)])
 
 
-def state_start(weight: Tensor, batch: int) -> Tensor:
-    """A trained start for every sequence, [B, ...], as data of its own.
-
-    A state that shared memory with a parameter would change with it, and would point to nothing
-    once FSDP2 has freed the parameter.
-    """
-    return weight.expand(batch, *weight.shape).clone()
-
-
 def state_detach(tree: Tree) -> Tree:
     """The same state without its history: gradients stop here (truncated backpropagation)."""
     return tree_map(lambda leaf: leaf.detach(), tree)

@@ -22,10 +22,10 @@ from nestling.memories.core import (
     place,
     split_heads,
     state_dtype,
+    state_start,
 )
 from nestling.norm import RMSNorm
 from nestling.scan import scan
-from nestling.tree import state_start
 
 
 class AdaptiveState(NamedTuple):

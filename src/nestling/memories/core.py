@@ -66,6 +66,7 @@ __all__ = [
     "same_position",
     "split_heads",
     "state_dtype",
+    "state_start",
     "unknown",
     "whole_number",
 ]
@@ -161,6 +162,15 @@ def place(like: Tensor, device: Device, dtype: Dtype) -> tuple[torch.device, tor
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Fast weights are kept in float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def state_start(weight: Tensor, batch: int) -> Tensor:
+    """A trained start for every sequence, [B, ...], as data of its own.
+
+    A state that shared memory with a parameter would change with it, and would point to nothing
+    once FSDP2 has freed the parameter.
+    """
+    return weight.expand(batch, *weight.shape).clone()
 
 
 class Memory(nn.Module, abc.ABC):

@@ -27,11 +27,12 @@ from nestling.memories.core import (
     make_shell,
     place,
     state_dtype,
+    state_start,
     whole_number,
 )
 from nestling.norm import unit
-from nestling.scan import BACKENDS, scan
-from nestling.tree import state_start
+from nestling.scan import BACKENDS
+from nestling.scan.delta.api import scan_unchecked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,9 @@ class LinearConfig:
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
         rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
-        return scan(
-            weight, k, v, rate, retain, q,
-            rule=rule, chunk=self.chunk, check=False, backend=self.backend,
-        )  # fmt: skip
+        return scan_unchecked(
+            weight, k, v, rate, retain, q, rule=rule, chunk=self.chunk, backend=self.backend
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,14 +38,15 @@ from nestling.memories.core import (
     place,
     split_heads,
     state_dtype,
+    state_start,
     whole_number,
 )
 from nestling.memories.self_modifying import Rates, Retention, largest_row
 from nestling.norm import rms_norm, unit
-from nestling.scan import BACKENDS, scan
+from nestling.scan import BACKENDS
 from nestling.scan.checks import Rule
+from nestling.scan.delta.api import scan_unchecked
 from nestling.scan.self_modifying.rule import Gates, SelfRule, clip
-from nestling.tree import state_start
 
 __all__ = ["Steered", "SteeredConfig", "SteeredState"]
 
@@ -300,9 +301,9 @@ def write_and_read(
     config: SteeredConfig, rule: Rule, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, gates: Gates
 ) -> tuple[Tensor, Tensor]:
     """Reads before each token's own write, and the memory after all: [B, H, T, d] each."""
-    return scan(
+    return scan_unchecked(
         weight, unit(k), clip(v, config.clip), gates.rate, gates.log_retain.exp(), unit(q),
-        rule=rule, read="before", chunk=config.chunk, check=False, recompute=config.recompute,
+        rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
         backend=config.backend,
     )  # fmt: skip
 

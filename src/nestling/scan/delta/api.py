@@ -120,11 +120,35 @@ def scan(
     given = (state, x, u, rate, retain, queries)
     options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
     check_scan(*given, **options, check=check)
-    if backend is None or backend == "auto":
-        why = _refusals(*given, momentum) if x.is_cuda else {}
-        backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
-    if backend not in BACKENDS:
+    if backend not in (None, "auto", *BACKENDS):
         one_of("backend", backend, ("auto", *BACKENDS))
     if backend == "fla" and check and not torch.compiler.is_compiling():
         check_fla(retain)
-    return BACKENDS[backend](*given, **options)  # type: ignore[return-value]
+    return scan_unchecked(*given, backend=backend, **options)
+
+
+def scan_unchecked(
+    state: Any,
+    x: Tensor,
+    u: Tensor,
+    rate: Tensor,
+    retain: Tensor,
+    queries: Tensor | None = None,
+    *,
+    rule: Rule = "dgd",
+    read: Read = "after",
+    chunk: int = 64,
+    momentum: Tensor | None = None,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Any, Any]:
+    """`scan` for memories, whose inputs fit together: nothing is looked at, a back end is chosen.
+
+    So it costs less where calls are small, as token by token.
+    """
+    given = (state, x, u, rate, retain, queries)
+    if backend is None or backend == "auto":
+        why = _refusals(*given, momentum) if x.is_cuda else {}
+        backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
+    options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
+    return BACKENDS[backend](*given, **options)
