@@ -110,6 +110,13 @@ def test_any_split_of_a_stream_gives_the_same_outputs_and_state(memory):
         equal_states(state, end)
 
 
+def test_parameters_get_a_gradient_also_from_a_carried_state(memory):
+    """Trained starts get none but zero; processes that share the work wait for it (DDP, FSDP2)."""
+    state = m.state_detach(memory(tokens(2, 9))[1])
+    memory(tokens(2, 9, seed=2), state)[0].sum().backward()
+    assert [name for name, p in memory.named_parameters() if p.grad is None] == []
+
+
 @torch.no_grad()
 def test_outputs_before_a_changed_token_are_bit_identical(memory):
     x = tokens(2, 13)

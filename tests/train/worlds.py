@@ -18,8 +18,6 @@ from nestling.train.recipe import changed, get_recipe
 from nestling.train.trainer import train
 
 SMALL = [
-    "model.mixer=hope_printed",  # sums in another order differ; low rates do not enlarge that
-    'model.fields.mixer_options={"self_modifying": {"projections": {"residual": true}}}',
     "model.fields.hidden_size=32",
     "model.fields.num_hidden_layers=1",
     "model.fields.num_attention_heads=2",
@@ -32,7 +30,7 @@ SMALL = [
     "run.eval_every=4",
     "run.eval_windows=4",
     "run.save_every=1",
-    "optim.lr=0.005",
+    "optim.lr=0.002",  # sums in another order differ; higher rates of M3 enlarge that
     "optim.shape=constant",  # the rate must not depend on the length of a leg
     "optim.warmup=0",
 ]

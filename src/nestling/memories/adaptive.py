@@ -18,6 +18,7 @@ from nestling.memories.core import (
     Memory,
     advance,
     at_start,
+    hold,
     merge_heads,
     place,
     split_heads,
@@ -77,7 +78,8 @@ class AdaptiveMLP(Memory):
             rate = rate * valid.unsqueeze(1)
         q, keep = self._unit(self.query, x), torch.ones_like(rate)
         y, weight = scan(state.weight, k, v, rate, keep, q, rule="gd", check=False)
-        return self._close(y, x), AdaptiveState(advance(state.position, x, valid), weight)
+        y = hold(self._close(y, x), self.weight)
+        return y, AdaptiveState(advance(state.position, x, valid), weight)
 
     def read(self, x: Tensor, state: AdaptiveState) -> Tensor:
         """`M q` for each token, at the memory as it stands."""

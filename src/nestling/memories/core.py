@@ -59,6 +59,7 @@ __all__ = [
     "advance",
     "at_start",
     "check_sizes",
+    "hold",
     "make_shell",
     "merge_heads",
     "pack",
@@ -171,6 +172,19 @@ def state_start(weight: Tensor, batch: int) -> Tensor:
     once FSDP2 has freed the parameter.
     """
     return weight.expand(batch, *weight.shape).clone()
+
+
+def hold(y: Tensor, *starts: Tensor) -> Tensor:
+    """`y` as it is, with trained starts in its graph.
+
+    A carried state has left them behind, so they get no gradient; processes that share the work
+    (DDP, FSDP2) wait for one of every parameter, and with this it is zero.
+    """
+    learned = [start for start in starts if start.requires_grad]
+    if not learned or not torch.is_grad_enabled():
+        return y
+    nothing = torch.stack([0.0 * start.sum() for start in learned]).sum()
+    return y + nothing.to(y.dtype)
 
 
 class Memory(nn.Module, abc.ABC):

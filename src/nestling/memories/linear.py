@@ -24,6 +24,7 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
+    hold,
     make_shell,
     place,
     state_dtype,
@@ -200,4 +201,5 @@ class LinearMemory(MatrixMemory):
         rate, retain = self.gates(opened.x, valid)
         y, weight = self.config.scan(state.weight, unit(k), v, unit(q), rate, retain)
         after = advance(state.position, x, valid)
-        return self.shell.close(y, opened.gate), LinearState(after, opened.tail, weight)
+        y = hold(self.shell.close(y, opened.gate), self.weight)
+        return y, LinearState(after, opened.tail, weight)

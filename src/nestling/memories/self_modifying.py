@@ -21,6 +21,7 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
+    hold,
     make_shell,
     place,
     state_dtype,
@@ -370,6 +371,7 @@ class SelfModifying(Memory):
             self.config.recompute, self.config.backend,
         )  # fmt: skip
         y = self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
+        y = hold(y, self.first, *([] if self.second is None else [self.second]))
         weights, start = (unfold(part, x.shape[0]) for part in (weights, start))
         after = advance(state.position, x, valid)
         return y, SelfModifyingState(after, opened.tail, weights, start, steering)

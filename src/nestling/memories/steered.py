@@ -33,6 +33,7 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
+    hold,
     make_shell,
     merge_heads,
     place,
@@ -268,7 +269,9 @@ class Steered(Memory):
             self.config, "dgd" if self.config.erase else "gd", state.weight, k, v, q, gates
         )
         after = advance(state.position, x, valid)
-        return self._close(y, opened, read), SteeredState(after, opened.tail, weight, small)
+        y = self._close(y, opened, read)
+        y = hold(y, self.weight, *([] if self.small is None else [self.small.weight]))
+        return y, SteeredState(after, opened.tail, weight, small)
 
     def read(self, x: Tensor, state: SteeredState) -> Tensor:
         """Ask both memories as they stand about each token (Eq. 83)."""

@@ -30,6 +30,7 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
+    hold,
     make_shell,
     place,
     whole_number,
@@ -169,6 +170,7 @@ class Titans(Memory):
         else:
             y, weights, start = self._scan(inputs, weights, start, position)
         y = self.shell.close(y.unflatten(0, (batch, -1)), opened.gate)
+        y = hold(y, self.first, self.second)
         after = advance(state.position, x, valid)
         ends = (unfold(part, batch) for part in (weights, start))
         return y, SelfModifyingState(after, opened.tail, *ends)
