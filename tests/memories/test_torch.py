@@ -179,10 +179,12 @@ def test_one_graph_for_a_whole_memory(name, masked):
         torch.testing.assert_close(a, b)
 
 
-def test_one_graph_for_a_model_with_an_attention_mask():
+@pytest.mark.parametrize("name", ["hope", "hope_printed"])
+def test_one_graph_for_a_model_with_an_attention_mask(name):
     torch.manual_seed(0)
-    options = {"self_modifying": {"chunk": 4, "chunk_others": 4}}
-    config = presets.tiny(model="hope", num_hidden_layers=1, mixer_options=options)
+    chunks = {"chunk": 4, "chunk_others": 4} if name == "hope_printed" else {"chunk": 4}
+    options = {presets.MODELS[name]["mixer"]: chunks}
+    config = presets.tiny(model=name, num_hidden_layers=1, mixer_options=options)
     model = NestlingForCausalLM(config)
     ids, mask = torch.randint(0, 200, (2, 6)), MASK.long()
     want = model(ids, attention_mask=mask, use_cache=False).logits
