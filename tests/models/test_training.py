@@ -114,10 +114,12 @@ def test_parameters_missing_from_a_file_get_their_initial_values(tmp_path):
     path = tmp_path / "model.safetensors"
     weights = load_file(path)
     del weights["model.layers.0.mixer.small.norm"]
+    del weights["model.layers.0.mixer.gates.bias"]  # of a plain layer of torch
     save_file(weights, path, metadata={"format": "pt"})
     loaded = NestlingForCausalLM.from_pretrained(tmp_path)
     fresh, old = (m.model.layers[0].mixer for m in (loaded, model))
     assert torch.equal(fresh.small.norm, old.small.norm)  # starts at constants
+    assert torch.equal(fresh.gates.bias, old.gates.bias)
     for name in ("project", "weight"):  # were loaded, not drawn again
         assert torch.equal(getattr(fresh.small, name), getattr(old.small, name))
     assert torch.equal(fresh.gates.weight, old.gates.weight)

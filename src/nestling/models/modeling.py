@@ -111,7 +111,10 @@ class NestlingPreTrainedModel(PreTrainedModel):
         config: NestlingConfig | str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Load a saved model; another vocabulary than the saved one is refused at once."""
+        """Load a saved model; another vocabulary than the saved one is refused at once.
+
+        Weights that are not in the file start as those of a new model, and transformers says so.
+        """
         asked = kwargs.get("vocab_size", getattr(config, "vocab_size", None))
         if None not in (asked, pretrained_model_name_or_path):
             saved = _saved_vocabulary(pretrained_model_name_or_path, kwargs)
@@ -121,9 +124,13 @@ class NestlingPreTrainedModel(PreTrainedModel):
                     f" cannot be loaded with vocab_size={asked} (load it, then call"
                     " resize_token_embeddings)"
                 )
-        return super().from_pretrained(
-            pretrained_model_name_or_path, *args, config=config, **kwargs
+        told = kwargs.pop("output_loading_info", False)
+        model, found = super().from_pretrained(
+            pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
         )
+        _start(model, found["missing_keys"])
+        both: Any = (model, found)
+        return both if told else model
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
@@ -464,6 +471,21 @@ def _reset(module: nn.Module) -> None:
     reset()
     for parameter, value in loaded:
         parameter.copy_(value)
+
+
+@torch.no_grad()
+def _start(model: Any, names: Iterable[str]) -> None:
+    """Give weights that were not loaded the values of a new model.
+
+    Transformers initialises modules of its own kind; a plain layer of ours would hold whatever was
+    in memory.
+    """
+    weights = dict(model.named_parameters())
+    left = [name for name in names if name in weights and not weights[name].is_meta]
+    if left:
+        fresh = dict(type(model)(model.config).named_parameters())
+        for name in left:
+            weights[name].copy_(fresh[name])
 
 
 def _saved_vocabulary(folder: Any, options: dict[str, Any]) -> int | None:
