@@ -62,7 +62,8 @@ def test_float32_stays_near_float64(shape, steps, spectrum):
     matrix = matrix.float().double()
     coefficients = QUINTIC if steps == 5 else CUBIC
     exact = newton_schulz_naive(matrix, steps, coefficients)
-    error = (newton_schulz(matrix.float(), steps, coefficients).double() - exact).abs().max()
+    found = newton_schulz(matrix.float(), steps, coefficients, torch.float32)  # whatever is quicker
+    error = (found.double() - exact).abs().max()
     assert error < 2e-4
 
 
