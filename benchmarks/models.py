@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from common import in_fresh_process, interleaved, peak_mb, verdict
+from torch import Tensor
 
 from nestling.machine import keep_memory
 from nestling.models import MemoryCache, NestlingForCausalLM, presets
@@ -142,7 +143,10 @@ def peak(name: str, how: str) -> None:
 
 @torch.no_grad()
 def decode(name: str, *, steps: int = 8) -> bool:
-    """Tokens/s of one-token calls at far positions, and the KV cache beside it; all take turns."""
+    """Tokens/s of one-token calls at far positions, and the KV cache beside it; all take turns.
+
+    Levels stand still, as in training; what they cost when they learn is shown beside it.
+    """
     arms: dict[str, Callable[[], None]] = {}
     for arm, positions in ((name, (1024, 8192, 32768, 102400)), (BASELINE, (1024, 8192))):
         model = model_of(arm).eval()
@@ -151,8 +155,12 @@ def decode(name: str, *, steps: int = 8) -> bool:
             while cache.get_seq_length() < position - 1:
                 piece = min(2048, position - 1 - cache.get_seq_length())
                 ids = torch.randint(SIZE.vocabulary, (1, piece))
-                model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                _read(model, ids, cache, logits_to_keep=1)
             arms[f"{arm} at position {position:,}"] = _decoding(model, deepcopy(cache), steps)
+    if model_of(name).learns:
+        model, cache = model_of(name).eval(), MemoryCache(SIZE.layers)
+        model(torch.randint(SIZE.vocabulary, (1, 1023)), past_key_values=cache, use_cache=True)
+        arms[f"{name}, levels learning, at position 1,024"] = _decoding(model, cache, steps, True)
     found = interleaved(arms, repeats=9, clock=CLOCK)
     speed = {at: steps / seconds for at, seconds in found.items()}
     for at, tokens in speed.items():
@@ -163,13 +171,22 @@ def decode(name: str, *, steps: int = 8) -> bool:
     return verdict(f"{name} decode against KV cache at 8K", ratio, 3.0, at_most=False) and met
 
 
-def _decoding(model: NestlingForCausalLM, cache: MemoryCache, steps: int) -> Callable[[], None]:
+def _read(model: NestlingForCausalLM, ids: Tensor, cache: MemoryCache, **options: Any) -> Any:
+    """Read on, without learning unless it is asked for."""
+    still = {"learn": False} if model.learns else {}
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **{**still, **options})
+
+
+def _decoding(
+    model: NestlingForCausalLM, cache: MemoryCache, steps: int, learn: bool = False
+) -> Callable[[], None]:
     """Write some tokens more, each by the one before."""
 
     def run() -> None:
         token = torch.zeros(1, 1, dtype=torch.long)
         for _ in range(steps):
-            logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits
+            options = {"learn": True} if learn else {}
+            logits = _read(model, token, cache, **options).logits
             token = logits[:, -1:].argmax(-1)
 
     return run
