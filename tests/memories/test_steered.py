@@ -136,6 +136,9 @@ def test_it_starts_as_configured_and_almost_static():
     kept, rate = torch.tensor([0.9998, 0.9]), torch.tensor([0.3 * 0.9998, 1.0 * 0.9])
     torch.testing.assert_close(found.log_retain.exp(), kept, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.rate, rate, rtol=0, atol=1e-4)
+    bias = memory.small.inward.bias.detach().view(2, -1)[:, -2:]
+    small = memory.small.rule.gates(bias)  # its rates are shares of its retention
+    torch.testing.assert_close(small.rate, torch.tensor([0.02, 0.1]), rtol=1e-3, atol=0)
     read = torch.ones(1, 1, len(memory.config.pace) * memory.config.steering)
     moved = memory.small.additions(read)
     assert all(part.abs().max() < 1 for part in moved.values())
