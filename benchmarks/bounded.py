@@ -33,7 +33,6 @@ CONFIGURATIONS = {
     "matrix, dot, negative eigenvalues": {"negative": True},
     "matrix, dot, momentum": {"momentum": True},
     "2-layer, l2": {"objective": "l2", "expansion": 1},
-    "matrix, dot, steered": {"steering": 4},
     "matrix, dot, a head that adds": {"adding": 1},
     "matrix, dot, tied retention": {"retention": {"tied": True}},
     "matrix, dot, gates that shut": {"retention": {"tied": True}, "rates": {"shut": 0.1}},
@@ -81,8 +80,6 @@ def largest_row(memory: SelfModifying, tokens: int, piece: int = 1024) -> tuple[
         state = state_detach(state)
         layers = [w for w in (state.weights.first, state.weights.second) if w is not None]
         most = torch.maximum(most, torch.stack([w.norm(dim=-1).max() for w in layers]))
-        if state.steering is not None:
-            most = torch.maximum(most, state.steering.weights.first.norm(dim=-1).max())
         finite = finite and bool(y.isfinite().all())
     finite = finite and all(bool(leaf.isfinite().all()) for _, leaf in tree_leaves(state))
     return most, finite

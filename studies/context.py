@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from nestling.report import Line, lines
-from studies import default, lm
+from studies import lm
 from studies.harness.command import run_study
 from studies.harness.models import kept_model, parameters
 from studies.harness.page import Page, Section, table
@@ -70,7 +70,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     folder = _models(context) / f"{job.task}-{job.arm}-{job.seed}"
     model = kept_model(folder)
     if model is None and protocol is QUICK:  # which only shows that it runs
-        model = bare(default.ARMS[job.arm], lm.SIZES[job.task]).eval()
+        model = bare(lm.MODELS[job.arm], lm.SIZES[job.task]).eval()
     if model is None:
         raise ValueError(f"{folder}: no such model; run python -m studies lm first")
     attends = "attention" in (model.config.mixer, *_names(model.config.mixer))
@@ -92,8 +92,8 @@ def _models(context: Context) -> Path:
 
 
 LIMITS = (
-    "Byte models of a million parameters, trained at 512 bytes; what is further away than that was"
-    " never in one training window.",
+    "Byte models of 300,000 parameters, trained in windows of 2,048 bytes; what is further away"
+    " than that was never in one training window.",
     "The paper's Fig. 10 has no numbers in its text, so that no curve of it is drawn here.",
 )
 
@@ -143,7 +143,7 @@ def study(quick: bool = False) -> Study:
         name="context",
         protocol=protocol,
         tasks=("0.3M",),
-        arms={arm: default.ARMS[arm].title for arm in arms},
+        arms={arm: lm.MODELS[arm].title for arm in arms},
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,
         settings={arm: [{}] for arm in arms},

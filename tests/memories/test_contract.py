@@ -34,8 +34,6 @@ MEMORIES = {
         m.GatedDeltaConfig(**SIZES, chunk=4, conv_each=True)
     ),
     "self-modifying, convolutions apart": lambda: m.SelfModifying(_self(conv_each=True)),
-    "self-modifying, steered": lambda: m.SelfModifying(_self(steering=3)),
-    "self-modifying, steered rates": lambda: m.SelfModifying(_self(steering=3, adaptive=("eta",))),
     "self-modifying, a head that adds": lambda: m.SelfModifying(_self(adding=1, negative=True)),
     "titans, features": lambda: m.Titans(
         m.TitansConfig(**SIZES, chunk=4, expansion=2, momentum=False, features=True)

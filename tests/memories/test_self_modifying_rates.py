@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.memories import SelfModifying, SelfModifyingConfig, configure
+from nestling.memories import SelfModifying, SelfModifyingConfig, Titans, TitansConfig, configure
 
 
 def starts(**fields) -> list[float]:
@@ -14,8 +14,26 @@ def starts(**fields) -> list[float]:
     return (memory.rule.rate_max * torch.sigmoid(memory.bias[:, 0])).tolist()
 
 
-def test_all_heads_start_at_one_tenth():
-    assert starts() == pytest.approx([0.1, 0.1, 0.1])
+def test_all_heads_start_at_one_hundredth():
+    assert starts() == pytest.approx([0.01, 0.01, 0.01])
+
+
+def gradient_of_titans(length: int, rate: float) -> float:
+    """The norm of a gradient through an untrained Titans that reads sixteen tokens at random."""
+    torch.manual_seed(0)
+    memory = Titans(configure(TitansConfig, width=32, heads=2, rates=(rate, rate)))
+    x = torch.randn(16, 32)[torch.randint(16, (2, length))]
+    y = memory(x)[0]
+    found = torch.autograd.grad((y * torch.randn_like(y)).sum(), list(memory.parameters()))
+    return float(torch.cat([g.flatten() for g in found]).norm())
+
+
+def test_gradients_through_an_untrained_titans_do_not_explode_on_long_texts():
+    """Errors of a chunk are taken where it begins: at ten times the rate its steps overshoot."""
+    (rate, _) = TitansConfig(width=32, heads=2).rates.start
+    growth = 16**0.5  # of a sum of independent terms
+    assert gradient_of_titans(2048, rate) < 2 * growth * gradient_of_titans(128, rate)
+    assert gradient_of_titans(2048, 0.1) > 100 * growth * gradient_of_titans(128, 0.1)
 
 
 def test_rates_are_spread_over_the_heads():

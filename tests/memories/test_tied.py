@@ -200,10 +200,8 @@ def test_retention_is_spread_over_heads_from_fast_to_slow():
 
 
 def test_a_tied_memory_is_built_on_the_meta_device():
-    """Presets count parameters there, also those of the small memory that steers."""
-    config = configure(
-        SelfModifyingConfig, **SIZES, retention={"tied": True}, projections={"steering": 6}
-    )
+    """Presets count parameters there."""
+    config = configure(SelfModifyingConfig, **SIZES, retention={"tied": True})
     with torch.device("meta"):
         memory = SelfModifying(config)
     assert memory.bias.is_meta

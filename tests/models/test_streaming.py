@@ -77,8 +77,10 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(name, tmp_path):
 
 
 def test_a_steered_model_streams_and_its_state_can_be_saved(tmp_path):
-    options = {"self_modifying": {"chunk": 4, "chunk_others": 4, "steering": 3}}
-    model, ids = model_of("hope", mixer_options=options), tokens(2, 13)
+    model, ids = (
+        model_of("hope", mixer_options={"steered": {"steering": 3, "chunk": 4}}),
+        tokens(2, 13),
+    )
     whole = model(input_ids=ids).logits
     save_state(tmp_path, model, last(model.stream([ids[:, :6]])).state)
     rest = last(model.stream([ids[:, 6:]], state=load_state(tmp_path, model))).logits

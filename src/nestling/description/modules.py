@@ -210,11 +210,6 @@ def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Compo
             transfer="direct: the memories follow it",
         )
         memory = replace(memory, needs=(f"{name} (momentum)",))
-    if isinstance(module, SelfModifying) and module.steering is not None:
-        (small,) = _self_modifying(module.steering.memory, name)
-        moves = ", ".join(module.steering.sizes)
-        yield replace(small, name=f"{name} (steering)", transfer=f"direct: its reads move {moves}")
-        memory = replace(memory, needs=(*memory.needs, f"{name} (steering)"))
     yield memory
     others = ", ".join(n for n in module.rule.names if n in rule.adaptive)
     if others:

@@ -64,6 +64,14 @@ TITANS = {
 """Options that Titans once took from the self-modifying memory, and the only value they have."""
 
 
+STEERED = (
+    "the self-modifying memory no longer has the option steering (got {value!r}): a memory that a"
+    " small one steers is the mixer 'steered'; weights of the earlier form need the release they"
+    " were trained with"
+)
+"""Said of models whose self-modifying memory was steered."""
+
+
 def option_names(kind: type) -> list[str]:
     """The options of a configuration, beside its sizes."""
     return sorted(f.name for f in fields(kind) if f.name not in ("width", "heads"))
@@ -77,6 +85,8 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
     for name, value in options.items():
         if kind is TitansConfig and name in TITANS:
             _only_titans(name, value)
+        elif kind is SelfModifyingConfig and name == "steering":
+            _not_steered(value)
         elif name in flat and not (name in known and _is_group(value)):
             group, option, make = flat[name]
             _put(groups.setdefault(group, {}), option, make(value), group)
@@ -87,7 +97,10 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
                     f"{{{fields(GROUPS[name])[0].name!r}: ...}}; got {value!r}"
                 )
             for option, part in value.items():
-                _put(groups.setdefault(name, {}), option, part, name)
+                if kind is SelfModifyingConfig and option == "steering":
+                    _not_steered(part)
+                else:
+                    _put(groups.setdefault(name, {}), option, part, name)
         elif name in known:
             given[name] = value
         else:
@@ -127,3 +140,9 @@ def _only_titans(name: str, value: Any) -> None:
             f"titans has no option {name} (it is {only!r}); with {name}={value!r} it is the mixer"
             " 'self_modifying' with adaptive=[], own_values=False, residual=False, expansion=1"
         )
+
+
+def _not_steered(value: Any) -> None:
+    """An option of before `nestling.memories.Steered`: without effect at 0, refused otherwise."""
+    if value != 0:
+        raise ValueError(STEERED.format(value=value))

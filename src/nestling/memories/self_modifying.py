@@ -4,9 +4,7 @@ and retentions, and rewrite all of these in context."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,28 +51,18 @@ class Projections:
     residual: what memories learn in context is added to static projections and to their trained
         initial weights, and is what is erased, forgotten and read; False is Eq. 83-88 as printed,
         where all of it is rewritten (deviation 22).
-    steering: 0, or the width of one small memory that all adaptive projections share, in place of a
-        memory as wide as a head for each: its reads are added to static projections. It learns at
-        rates of its own, slowly, so its reads also tell how long it has been learning.
     conv: taps of the causal convolution, 1 for none.
     conv_each: the convolution acts on each projection instead of once before them.
     """
 
     adaptive: tuple[str, ...] = ("k", "v", "eta", "alpha")
     residual: bool = True
-    steering: int = 0
     conv: int = 4
     conv_each: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adaptive", tuple(self.adaptive))
         whole_number("conv", self.conv)
-        whole_number("steering", self.steering, least=0)
-        if self.steering and not (self.adaptive and self.residual):
-            raise ValueError(
-                f"steering={self.steering} moves static projections: it needs residual=True and"
-                f" something adaptive; got residual={self.residual}, adaptive={self.adaptive}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +104,10 @@ class Learning:
 class Rates:
     """How strongly tokens write.
 
-    start: where rates start in the first and in the last head, with geometric steps between. High
-        ones make the recurrence of small chunks nonlinear from the start: state tracking wants it.
+    start: where rates start in the first and in the last head, with geometric steps between. All
+        errors of a chunk are taken where it begins, so a chunk moves by up to its length times
+        this: at 0.1 and 64 tokens two layers overshoot and gradients explode. Small chunks may
+        start higher, which makes their recurrence nonlinear: state tracking wants it.
     most: the largest rate as a share of the retention. 2 lets a write flip the sign of what is
         stored (parity needs it).
     shut: below this share of the largest a rate is exactly zero, and what is above is stretched to
@@ -125,7 +115,7 @@ class Rates:
         do not matter, however many they are.
     """
 
-    start: tuple[float, float] = (0.1, 0.1)
+    start: tuple[float, float] = (0.01, 0.01)
     most: float = 1.0
     shut: float = 0.0
 
@@ -244,7 +234,7 @@ class SelfModifyingConfig:
     def rule(self) -> SelfRule:
         """The rule by which all memories of the block learn."""
         return SelfRule(
-            adaptive=() if self.projections.steering else self.projections.adaptive,
+            adaptive=self.projections.adaptive,
             objective=self.learning.objective,
             own_values=self.learning.own_values,
             erase=self.learning.erase,
@@ -276,14 +266,7 @@ class SelfModifyingState(NamedTuple):
     tail: Tensor  # [B, conv - 1, D], or all parts wide with conv_each
     weights: Weights  # [B, H, N, ., .]
     start: Weights  # [B, H, N, ., .]
-    steering: Any = None  # SelfModifyingState of the small memory that moves the projections
 
-
-NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-"""The additions to the projections of a memory that is not steered: none."""
-
-RATE = 0.02
-"""Where a steering memory's rate starts: it settles in about fifty tokens."""
 
 THETA, REACH = 0.9, 0.1
 """The momentum's largest gate, and how far memories move unit projections at first."""
@@ -318,10 +301,6 @@ class SelfModifying(Memory):
             self.reach = nn.Parameter(torch.empty(heads))
             self.gates = nn.Linear(width, 2 * heads, bias=False)
         self.theta = nn.Linear(width, heads) if config.learning.momentum else None
-        self.steering: Steering | None = None
-        if projections.steering:
-            small = SelfModifying(_small(config))
-            self.steering = Steering(small, width, heads, projections.adaptive)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -349,22 +328,14 @@ class SelfModifying(Memory):
             first, second, self.config.learning.momentum, batch_size, device, dtype
         )
         tail = self.shell.init(batch_size, device, dtype)
-        steering = None
-        if self.steering is not None:
-            steering = self.steering.memory.init(batch_size, device=device, dtype=dtype)
-        return SelfModifyingState(at_start(batch_size, device), tail, weights, start, steering)
+        return SelfModifyingState(at_start(batch_size, device), tail, weights, start)
 
     def run(
         self, x: Tensor, state: SelfModifyingState, valid: Tensor | None, position: int | None
     ) -> tuple[Tensor, SelfModifyingState]:
         """Convolve, project, scan, and project back; see `Memory.run`."""
         opened = self.shell.open(x, state.tail, valid)
-        added, steering = NOTHING, state.steering
-        if self.steering is not None:
-            small = self.steering.inward(opened.x)
-            small, steering = self.steering.memory.run(small, steering, valid, position)
-            added = self.steering.additions(small)
-        inputs = self._inputs(opened, valid, added)
+        inputs = self._inputs(opened, valid)
         where = where_heads(state.position, position, self.config.heads)
         y, weights, start = scan_self_modifying(
             self.rule, inputs, fold(state.weights), fold(state.start), where,
@@ -374,16 +345,12 @@ class SelfModifying(Memory):
         y = hold(y, self.first, *([] if self.second is None else [self.second]))
         weights, start = (unfold(part, x.shape[0]) for part in (weights, start))
         after = advance(state.position, x, valid)
-        return y, SelfModifyingState(after, opened.tail, weights, start, steering)
+        return y, SelfModifyingState(after, opened.tail, weights, start)
 
     def read(self, x: Tensor, state: SelfModifyingState) -> Tensor:
         """Ask the main memory as it stands about each token (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
-        added = NOTHING
-        if self.steering is not None:
-            small = self.steering.memory.read(self.steering.inward(opened.x), state.steering)
-            added = self.steering.additions(small)
-        inputs = self._inputs(opened, None, added)
+        inputs = self._inputs(opened, None)
         q = project(self.rule, whole(fold(state.start), inputs.initial), "q", inputs)
         y = recall(fold(state.weights), inputs.initial, q)
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
@@ -398,28 +365,20 @@ class SelfModifying(Memory):
         learning = self.config.learning
         adding = learning.heads_adding(self.config.heads) > 0
         most = largest_row(self.rule, learning.momentum, adding)
-        if self.steering is not None:
-            most = max(most, float(self.steering.memory.bound().max()))
         if self.config.projections.residual:
             return torch.full_like(rows, most)
         return rows.clamp_min(most)
 
-    def _inputs(
-        self, opened: Opened, valid: Tensor | None, added: Mapping[str, Tensor] = NOTHING
-    ) -> Inputs:
+    def _inputs(self, opened: Opened, valid: Tensor | None) -> Inputs:
         """The scan's inputs, from the opened tokens: [B, H, T, d] -> [B H, T, d] each."""
         heads, batch = self.config.heads, opened.x.shape[0]
         x, *rest = opened.parts
-        given = {}
-        for name, part in zip(self.static, rest, strict=True):
-            moved = part + added[name].view_as(part) if name in added else part
-            given[name] = unit(moved).flatten(0, 1)
+        given = {n: unit(part).flatten(0, 1) for n, part in zip(self.static, rest, strict=True)}
         theta = gates = initial = None
         if self.reach is not None and self.gates is not None:
             x = unit(x) * self.reach.to(x.dtype).view(-1, 1, 1)
             gates = self.gates(opened.x).to(x.dtype).unflatten(-1, (heads, 2))
             gates = gates.transpose(1, 2).flatten(0, 1)  # [B H, T, 2]
-            gates = _plus(gates, added)
             second = None if self.second is None else for_all(self.second, batch, x)
             initial = Weights(for_all(self.first, batch, x), second)
         x = x.flatten(0, 1)
@@ -435,39 +394,6 @@ class SelfModifying(Memory):
             x, for_all(self.readout, batch, x), for_all(self.bias, batch, x), **given,
             gates=gates, erase=erase, theta=theta, valid=valid, initial=initial,
         )  # fmt: skip
-
-
-class Steering(nn.Module):
-    """One small memory for all adaptive projections of a larger one.
-
-    In the paper every projection (k, v, rate, retention) is a memory as large as the main one. None
-    of them depends on the main memory, so they may be smaller: here one memory of a few channels is
-    written beside it, and its reads are added to the projections named in `adaptive`. It has keys,
-    values and gates of its own; at its slow rate it takes many tokens to settle, so its reads also
-    tell how long it has been learning, which a gate that sees only a few tokens cannot know.
-    """
-
-    def __init__(
-        self, memory: SelfModifying, width: int, heads: int, adaptive: tuple[str, ...]
-    ) -> None:
-        super().__init__()
-        self.memory, self.heads = memory, heads
-        self.sizes: dict[str, int] = {}
-        self.sizes |= {name: width // heads for name in ("k", "v", "q") if name in adaptive}
-        self.sizes |= {name: 1 for name in ("eta", "alpha") if name in adaptive}
-        self.inward = nn.Linear(width, memory.width, bias=False)
-        self.outward = nn.Linear(memory.width, heads * sum(self.sizes.values()), bias=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Small additions: the projections start almost static, and training moves them."""
-        nn.init.normal_(self.outward.weight, std=0.1 / math.sqrt(self.memory.width))
-
-    def additions(self, y: Tensor) -> Mapping[str, Tensor]:
-        """The memory's outputs [B, T, .] as additions to the projections, each [B H, T, .]."""
-        parts = self.outward(y).unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
-        parts = parts.to(state_dtype(parts.dtype))
-        return dict(zip(self.sizes, parts.split(list(self.sizes.values()), -1), strict=True))
 
 
 def largest_row(rule: SelfRule, momentum: bool, adding: bool) -> float:
@@ -584,35 +510,3 @@ def unfold(weights: Weights, batch: int) -> Weights:
         None if second is None else second.unflatten(0, shape),
         None if moved is None else tuple(part.unflatten(0, shape) for part in moved),
     )
-
-
-def _small(config: SelfModifyingConfig) -> SelfModifyingConfig:
-    """A steering memory: one head, no convolution, static projections of its own."""
-    learning = config.learning
-    return SelfModifyingConfig(
-        width=config.projections.steering,
-        heads=1,
-        projections=Projections(adaptive=(), conv=1),
-        learning=Learning(
-            objective=learning.objective,
-            own_values=learning.own_values,
-            erase=learning.erase,
-            clip=learning.clip,
-        ),
-        rates=Rates(start=(RATE, RATE), shut=config.rates.shut),
-        retention=config.retention,
-        chunk=config.chunk_others,
-        chunk_others=config.chunk_others,
-        gate=False,
-        recompute=config.recompute,
-        backend=config.backend,
-    )
-
-
-def _plus(gates: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-    """The gates [b, T, 2] of eta and alpha with what is added to them."""
-    names = ("eta", "alpha")
-    if not any(name in added for name in names):
-        return gates
-    both = [added.get(name, torch.zeros_like(gates[..., :1])) for name in names]
-    return gates + torch.cat(both, -1)
