@@ -44,7 +44,7 @@ SIZE = presets.Size(width=128, layers=4, heads=4, vocabulary=BYTE_VOCABULARY, pa
 
 
 def recipe(data: Path) -> Recipe:
-    """The default Hope, 1M parameters, four bytes of novels for each."""
+    """The default Hope, 1M parameters, ten bytes of novels for each."""
     books = sorted((data / "gutenberg_books").glob("*.txt.gz"))
     if not books:
         raise FileNotFoundError(f"{data / 'gutenberg_books'}: no books there; see --data")
@@ -59,7 +59,7 @@ def recipe(data: Path) -> Recipe:
             length=2048,
         ),
         optim=Optim(lr=5e-3, warmup=50),
-        run=Run(steps=1000, rows=2, eval_every=250, eval_windows=8, save_every=100),
+        run=Run(steps=2500, rows=2, eval_every=250, eval_windows=8, save_every=100),
     )
 
 
