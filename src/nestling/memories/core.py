@@ -263,7 +263,8 @@ def check_sizes(width: int, heads: int, conv: int = 1) -> None:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, D] -> [B, H, T, D / H]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -337,9 +338,12 @@ class CausalConv(nn.Module):
         if size == 1:
             return x * self.weight[0], tail
         longer = torch.cat([tail.to(x.dtype), x], 1)
-        plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        taps = _taps if plain else _Taps.apply
-        y: Tensor = taps(longer, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        if tokens == 1:
+            y: Tensor = (longer * weight).sum(1, keepdim=True)
+        else:
+            plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            y = (_taps if plain else _Taps.apply)(longer, weight)
         if valid is None:
             return y, longer[:, tokens:].to(tail.dtype)
         last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)
@@ -399,7 +403,8 @@ class Shell(nn.Module):
 
     def ask(self, x: Tensor, tail: Tensor) -> Opened:
         """Project tokens without the convolution."""
-        pieces = self.project(x).split(self.width, dim=-1)  # one split: one gradient, put together
+        projected = self.project(x)  # one split: one gradient, put together
+        pieces = projected.chunk(projected.shape[-1] // self.width, dim=-1)
         if not self.gated:
             return Opened(self._split(pieces), None, x, tail)
         return Opened(self._split(pieces[:-1]), pieces[-1], x, tail)
