@@ -180,8 +180,10 @@ def hold(y: Tensor, *starts: Tensor) -> Tensor:
     A carried state has left them behind, so they get no gradient; processes that share the work
     (DDP, FSDP2) wait for one of every parameter, and with this it is zero.
     """
+    if not torch.is_grad_enabled():
+        return y
     learned = [start for start in starts if start.requires_grad]
-    if not learned or not torch.is_grad_enabled():
+    if not learned:
         return y
     nothing = torch.stack([0.0 * start.sum() for start in learned]).sum()
     return y + nothing.to(y.dtype)
