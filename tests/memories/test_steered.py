@@ -195,9 +195,9 @@ def test_rows_stay_below_the_bound_against_an_adversary(options):
             sign = torch.ones(())
         value = torch.zeros(1, HEADS, 1, 6, dtype=torch.float64)
         value[..., 0] = given["clip"] * sign
-        found = rule.gates(torch.full((1, HEADS, 1, 2), 50.0, dtype=torch.float64))
+        found = rule.rate_and_retain(torch.full((1, HEADS, 1, 2), 50.0).double())
         kind = "dgd" if rule.erase else "gd"
-        _, state = write_and_read(memory.config, kind, state, key, value, key, found)
+        _, state = write_and_read(memory.config, kind, state, key, value, key, *found)
         longest = max(longest, float(state.norm(dim=-1).max()))
     assert 0 < longest <= bound * (1 + 1e-9)
     assert not rule.erase or math.isfinite(bound)

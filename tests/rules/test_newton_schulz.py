@@ -148,3 +148,18 @@ def test_as_a_rule():
     write, state = rule.step(Write(grad), rule.init(grad), grad, Gates())
     assert state == ()
     assert torch.equal(write.grad, newton_schulz(grad, 3, CUBIC))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 160), (256, 96)])
+@pytest.mark.parametrize("many", [1, 3])
+def test_bfloat16_is_as_near_as_iterating_the_matrix_itself(shape, many):
+    torch.manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(many, *shape).double(), full_matrices=False)
+    spread = torch.logspace(0, -3, min(shape), dtype=torch.float64)
+    matrix = ((left * spread) @ right).float()
+    exact = newton_schulz_naive(matrix.double())
+    plain = newton_schulz_naive((matrix / matrix.norm(dim=(-2, -1), keepdim=True)).bfloat16())
+    found = newton_schulz(matrix, precision=torch.bfloat16)
+    wrong, usual = ((y.double() - exact).norm() / exact.norm() for y in (found, plain))
+    assert wrong < max(1.5 * usual, 0.05)
+    assert torch.linalg.svdvals(found.double()).max() < 1.3

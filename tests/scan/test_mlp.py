@@ -114,20 +114,20 @@ def test_gradcheck(objective, rule, clip, recompute):
     assert torch.autograd.gradcheck(function, c[:7])
 
 
+@pytest.mark.parametrize("rule", ["dgd", "gd"])
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("function", [scan_mlp, mlp_naive])
-def test_split_anywhere(function, momentum):
+def test_split_anywhere(function, momentum, rule):
     c = case(tokens=13)
     theta = c.momentum if momentum else None
-    whole, end = function(
-        MLPState(c.w1, c.w2), *c[2:6], c.queries, chunk=4, momentum=theta, clip=0.7
-    )
+    how: dict[str, Any] = {"chunk": 4, "clip": 0.7, "rule": rule}
+    whole, end = function(MLPState(c.w1, c.w2), *c[2:6], c.queries, momentum=theta, **how)
     for cuts in ([0, 1, 13], [0, 3, 4, 5, 13], [0, 6, 7, 12, 13], list(range(14))):
         state, reads = MLPState(c.w1, c.w2), []
         for a, b in itertools.pairwise(cuts):
             part = [t[:, a:b] for t in (c.x, c.v, c.rate, c.retain, c.queries)]
             gate = theta[:, a:b] if theta is not None else None
-            y, state = function(state, *part, chunk=4, momentum=gate, clip=0.7)
+            y, state = function(state, *part, momentum=gate, **how)
             reads.append(y)
         assert state.position == 13
         assert (state.velocity1 is None) == (not momentum)

@@ -180,8 +180,10 @@ def hold(y: Tensor, *starts: Tensor) -> Tensor:
     A carried state has left them behind, so they get no gradient; processes that share the work
     (DDP, FSDP2) wait for one of every parameter, and with this it is zero.
     """
+    if not torch.is_grad_enabled():
+        return y
     learned = [start for start in starts if start.requires_grad]
-    if not learned or not torch.is_grad_enabled():
+    if not learned:
         return y
     nothing = torch.stack([0.0 * start.sum() for start in learned]).sum()
     return y + nothing.to(y.dtype)
@@ -263,7 +265,8 @@ def check_sizes(width: int, heads: int, conv: int = 1) -> None:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, D] -> [B, H, T, D / H]."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, heads, width // heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -337,9 +340,12 @@ class CausalConv(nn.Module):
         if size == 1:
             return x * self.weight[0], tail
         longer = torch.cat([tail.to(x.dtype), x], 1)
-        plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-        taps = _taps if plain else _Taps.apply
-        y: Tensor = taps(longer, self.weight.to(x.dtype))
+        weight = self.weight.to(x.dtype)
+        if tokens == 1:
+            y: Tensor = (longer * weight).sum(1, keepdim=True)
+        else:
+            plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            y = (_taps if plain else _Taps.apply)(longer, weight)
         if valid is None:
             return y, longer[:, tokens:].to(tail.dtype)
         last = valid.sum(1, keepdim=True) + torch.arange(size - 1, device=x.device)
@@ -399,7 +405,8 @@ class Shell(nn.Module):
 
     def ask(self, x: Tensor, tail: Tensor) -> Opened:
         """Project tokens without the convolution."""
-        pieces = self.project(x).split(self.width, dim=-1)  # one split: one gradient, put together
+        projected = self.project(x)  # one split: one gradient, put together
+        pieces = projected.chunk(projected.shape[-1] // self.width, dim=-1)
         if not self.gated:
             return Opened(self._split(pieces), None, x, tail)
         return Opened(self._split(pieces[:-1]), pieces[-1], x, tail)

@@ -34,6 +34,7 @@ from nestling.memories.core import (
 from nestling.norm import unit
 from nestling.scan import BACKENDS
 from nestling.scan.delta.api import scan_unchecked
+from nestling.scan.delta.step import Token, step, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,19 @@ class LinearConfig:
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
         rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
+        if k.shape[-2] == 1 and self.backend == "auto" and takes(weight, k, v, rate):
+            token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
+            return step(weight, token, rule, "after")
         return scan_unchecked(
-            weight, k, v, rate, retain, q, rule=rule, chunk=self.chunk, backend=self.backend
+            weight,
+            unit(k),
+            v,
+            rate,
+            retain,
+            unit(q),
+            rule=rule,
+            chunk=self.chunk,
+            backend=self.backend,
         )
 
 
@@ -199,7 +211,7 @@ class LinearMemory(MatrixMemory):
         opened = self.shell.open(x, state.tail, valid)
         q, k, v = opened.parts
         rate, retain = self.gates(opened.x, valid)
-        y, weight = self.config.scan(state.weight, unit(k), v, unit(q), rate, retain)
+        y, weight = self.config.scan(state.weight, k, v, q, rate, retain)
         after = advance(state.position, x, valid)
         y = hold(self.shell.close(y, opened.gate), self.weight)
         return y, LinearState(after, opened.tail, weight)

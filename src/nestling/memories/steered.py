@@ -47,7 +47,8 @@ from nestling.norm import rms_norm, unit
 from nestling.scan import BACKENDS
 from nestling.scan.checks import Rule
 from nestling.scan.delta.api import scan_unchecked
-from nestling.scan.self_modifying.rule import Gates, SelfRule, clip
+from nestling.scan.delta.step import Token, step, takes
+from nestling.scan.self_modifying.rule import SelfRule, clip
 
 __all__ = ["Steered", "SteeredConfig", "SteeredState"]
 
@@ -151,7 +152,9 @@ class Small(nn.Module):
         super().__init__()
         self.config, self.rule = config, config.small_rule
         size, head, many = config.steering, config.width // config.heads, len(config.pace)
-        self.sizes = {name: 1 if name in ("eta", "alpha") else head for name in config.moved}
+        self.sizes = {name: head for name in config.moved if name in PARTS}
+        gates = [name for name in config.moved if name not in PARTS]
+        self.sizes |= {"gates": 2} if len(gates) == 2 else dict.fromkeys(gates, 1)
         self.inward = nn.Linear(config.width, many * (size + 2))  # with both gates
         self.project = nn.Parameter(torch.empty(many, 3 * size, size))  # to k, v, q
         self.norm = nn.Parameter(torch.ones(size))
@@ -186,8 +189,8 @@ class Small(nn.Module):
     def run(self, x: Tensor, state: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Normalised reads [B, T, h s] before each token's own write, and the memory after all."""
         k, v, q, raw = self._split(x)
-        gates = self.rule.gates(raw, None if valid is None else valid.unsqueeze(1))
-        y, after = write_and_read(self.config, "gd", state, k, v, q, gates)
+        gates = self.rule.rate_and_retain(raw, None if valid is None else valid.unsqueeze(1))
+        y, after = write_and_read(self.config, "gd", state, k, v, q, *gates)
         return self._normed(y), after
 
     def ask(self, x: Tensor, state: Tensor) -> Tensor:
@@ -195,13 +198,15 @@ class Small(nn.Module):
         return self._normed(unit(self._split(x)[2]) @ state.mT)
 
     def additions(self, read: Tensor) -> Mapping[str, Tensor]:
-        """What is added to the projections, each [B, H, T, .]."""
+        """What is added to the projections, each [B, H, T, .]; to both gates at once, as `gates`,
+        if both are moved."""
         if self.outward is None:
             return NOTHING
         first = read[..., : self.config.steering]
         parts = self.outward(first.to(self.outward.weight.dtype)).to(read.dtype)
         parts = split_heads(parts, self.config.heads)
-        return dict(zip(self.sizes, parts.split(list(self.sizes.values()), -1), strict=True))
+        pieces = parts.split_with_sizes(list(self.sizes.values()), -1)
+        return dict(zip(self.sizes, pieces, strict=True))
 
     def _normed(self, y: Tensor) -> Tensor:
         return merge_heads(rms_norm(y, self.norm.to(y.dtype), 1e-6))
@@ -210,8 +215,8 @@ class Small(nn.Module):
         """k, v, q [B, h, T, s] and the gates' read-outs [B, h, T, 2]."""
         size = self.config.steering
         parts = split_heads(self.inward(x).to(state_dtype(x.dtype)), len(self.config.pace))
-        inner, raw = parts.split([size, 2], -1)
-        return *(inner @ self.project.to(inner.dtype).mT).split(size, -1), raw
+        inner, raw = parts.split_with_sizes([size, 2], -1)
+        return *(inner @ self.project.to(inner.dtype).mT).chunk(3, -1), raw
 
 
 class Steered(Memory):
@@ -260,13 +265,15 @@ class Steered(Memory):
             read, small = self.small.run(opened.x, small, valid)
             added = self.small.additions(read)
         k, v, q = self._projections(opened, added)
-        raw = self.gates(opened.x).to(v.dtype).unflatten(-1, (-1, 2)).transpose(1, 2)
+        raw = split_heads(self.gates(opened.x).to(v.dtype), self.config.heads)
+        if "gates" in added:
+            raw = raw + added["gates"]
         for i, name in enumerate(("eta", "alpha")):
             if name in added:
                 raw = raw + torch.nn.functional.pad(added[name], (i, 1 - i))
-        gates = self.rule.gates(raw, None if valid is None else valid.unsqueeze(1))
+        gates = self.rule.rate_and_retain(raw, None if valid is None else valid.unsqueeze(1))
         y, weight = write_and_read(
-            self.config, "dgd" if self.config.erase else "gd", state.weight, k, v, q, gates
+            self.config, "dgd" if self.config.erase else "gd", state.weight, k, v, q, *gates
         )
         after = advance(state.position, x, valid)
         y = self._close(y, opened, read)
@@ -301,11 +308,16 @@ class Steered(Memory):
 
 
 def write_and_read(
-    config: SteeredConfig, rule: Rule, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, gates: Gates
-) -> tuple[Tensor, Tensor]:
+    config: SteeredConfig, rule: Rule, weight: Tensor, k: Tensor, v: Tensor, q: Tensor,
+    rate: Tensor, retain: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reads before each token's own write, and the memory after all: [B, H, T, d] each."""
+    v = clip(v, config.clip)
+    if k.shape[-2] == 1 and config.backend == "auto" and takes(weight, k, v, rate):
+        token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
+        return step(weight, token, rule, "before")
     return scan_unchecked(
-        weight, unit(k), clip(v, config.clip), gates.rate, gates.log_retain.exp(), unit(q),
+        weight, unit(k), v, rate, retain, unit(q),
         rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
         backend=config.backend,
     )  # fmt: skip

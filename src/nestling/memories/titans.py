@@ -54,7 +54,6 @@ from nestling.objectives import dot, l2
 from nestling.scan import scan
 from nestling.scan.deep import MLPState, scan_mlp
 from nestling.scan.self_modifying import Inputs, SelfRule, Weights, scan_self_modifying
-from nestling.scan.self_modifying.rule import Gates
 from nestling.scan.self_modifying.segment import recall
 
 
@@ -212,20 +211,20 @@ class Titans(Memory):
         k, v, q = inputs.k, inputs.v, inputs.q
         if k is None or v is None or q is None:
             raise AssertionError("unreachable: Titans has static projections")
-        gates = self._gates(inputs)
+        rate, retain = self._gates(inputs)
         k, q = (
             self._phi(part.unflatten(0, (-1, self.config.heads))).flatten(0, 1) for part in (k, q)
         )
         y, weight = scan(
-            weights.first[:, 0], k, v, gates.rate, gates.log_retain.exp(), q,
+            weights.first[:, 0], k, v, rate, retain, q,
             read="before", chunk=self.config.chunk, recompute=self.config.recompute, check=False,
         )  # fmt: skip
         after = Weights(weight.unsqueeze(1))
         return y, after, after
 
-    def _gates(self, inputs: Inputs) -> Gates:
+    def _gates(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         raw = inputs.x @ inputs.readout.mT + inputs.bias.unsqueeze(1)  # [b, T, 2]
-        return self.rule.gates(raw, inputs.valid)
+        return self.rule.rate_and_retain(raw, inputs.valid)
 
     def _scan(
         self, inputs: Inputs, weights: Weights, start: Weights, position: int
@@ -234,7 +233,7 @@ class Titans(Memory):
         k, v, q = inputs.k, inputs.v, inputs.q
         if k is None or v is None:
             raise AssertionError("unreachable: Titans has static projections")
-        gates = self._gates(inputs)
+        rate, retain = self._gates(inputs)
         inside = position % self.config.chunk != 0
         moved = (None, None) if weights.moved is None else weights.moved
         state = MLPState(
@@ -247,7 +246,7 @@ class Titans(Memory):
             position,
         )
         y, end = scan_mlp(
-            state, k, v, gates.rate, gates.log_retain.exp(), q,
+            state, k, v, rate, retain, q,
             objective=l2, rule="gd", read="before", chunk=self.config.chunk, clip=self.config.clip,
             momentum=inputs.theta, recompute=self.config.recompute, check=False,
         )  # fmt: skip

@@ -326,7 +326,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         if learn is None:
             learn = input_ids is not None
         learn = learn if isinstance(learn, bool) else tuple(learn) or False
-        learn = learn if self.learns_now else False
+        learn = learn if learn is not False and self.learns_now else False
         if learn is not False and torch.compiler.is_exporting():
             raise ValueError("levels that learn cannot be exported: give learn=False")
         if learned or learn is not False:
@@ -359,7 +359,8 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         x = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, keep])
-        mask = _token_mask(attention_mask, x.shape[1]) if self.learns_now else None
+        masked = attention_mask is not None and self.learns_now
+        mask = _token_mask(attention_mask, x.shape[1]) if masked else None
         if mask is not None:  # as where it learns
             logits = logits * mask[:, keep].unsqueeze(-1)
         loss = None

@@ -19,10 +19,13 @@ into G grows by a^2 a step, so after `RESTART` steps X is formed and G computed 
 
 Precision. The result only needs to be nearly orthogonal (singular values of 0.7 to 1.2), so
 bfloat16 serves where it is quicker: on GPUs, and on CPUs that are seen to multiply it faster. There
-X itself is iterated, for the Gram form squares the rounding.
+a Gram matrix serves two steps, for rounding grows on it (by three orders in five steps where
+singular values are spread), and errors stay those of iterating X itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,6 +35,8 @@ from nestling.rules.core import Rule, factory, stateless
 from nestling.rules.size import norm
 
 Coefficients = tuple[float, float, float]
+Multiply = Callable[..., Tensor]
+"""`torch.addmm` for a matrix, `torch.baddbmm` for many."""
 
 CUBIC: Coefficients = (1.5, -0.5, 0.0)
 """Gradient descent on `|O^T O - I|_F^2`: Eq. 43-44."""
@@ -40,6 +45,7 @@ QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 """Muon's coefficients: five steps bring every singular value above 0.01 near 1 (Eq. 42)."""
 
 RESTART = 5  # steps on one Gram matrix before rounding errors matter
+ROUGH_RESTART = 2  # the same in bfloat16 and float16
 BFLOAT_FROM = 128  # below this side nothing is gained by a smaller dtype
 GRAM_FROM = 1.5  # wide / narrow side from which the Gram form needs fewer multiplications
 
@@ -80,12 +86,15 @@ def newton_schulz(
     x = (x / norm(x)).to(precision)
     if rows > columns:
         x = x.mT
-    rough = precision in (torch.bfloat16, torch.float16)
-    if not rough and max(rows, columns) >= GRAM_FROM * min(rows, columns):
-        for start in range(0, steps, RESTART):
-            x = _gram_steps(x, min(RESTART, steps - start), coefficients)
+    alone = x.shape[0] == 1  # torch's batched products first copy what is transposed
+    x = x[0] if alone else x
+    multiply = torch.addmm if alone else torch.baddbmm
+    if max(rows, columns) >= GRAM_FROM * min(rows, columns):
+        restart = ROUGH_RESTART if precision in (torch.bfloat16, torch.float16) else RESTART
+        for start in range(0, steps, restart):
+            x = _gram_steps(x, min(restart, steps - start), coefficients, multiply)
     else:
-        x = _direct_steps(x, steps, coefficients)
+        x = _direct_steps(x, steps, coefficients, multiply)
     if rows > columns:
         x = x.mT
     return x.to(matrix.dtype).reshape(matrix.shape)
@@ -114,27 +123,27 @@ def quick_precision(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _direct_steps(x: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
-    """The iteration on a wide `x` itself: [B, n, m] with n <= m."""
+def _direct_steps(x: Tensor, steps: int, coefficients: Coefficients, multiply: Multiply) -> Tensor:
+    """The iteration on a wide `x` itself: [B, n, m] or [n, m] with n <= m."""
     a, b, c = coefficients
     for _ in range(steps):
         gram = x @ x.mT  # [B, n, n]
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-        x = torch.baddbmm(x, poly, x, beta=a)
+        poly = multiply(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        x = multiply(x, poly, x, beta=a)
     return x
 
 
-def _gram_steps(x: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
-    """The same on the Gram matrix: [B, n, m] with n <= m; see the module's docstring."""
+def _gram_steps(x: Tensor, steps: int, coefficients: Coefficients, multiply: Multiply) -> Tensor:
+    """The same on the Gram matrix; see the module's docstring."""
     a, b, c = coefficients
     gram = x @ x.mT  # [B, n, n]
     total = gram  # Q of the docstring; the first step sets it
     for step in range(steps):
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram  # p - a I
-        total = torch.baddbmm(total, poly, total, beta=a) if step else poly + a * _eye_like(poly)
+        poly = multiply(gram, gram, gram, beta=b, alpha=c) if c else b * gram  # p - a I
+        total = multiply(total, poly, total, beta=a) if step else poly + a * _eye_like(poly)
         if step < steps - 1:
-            half = torch.baddbmm(gram, poly, gram, beta=a)  # P G
-            gram = torch.baddbmm(half, poly, half, beta=a)  # P G P
+            half = multiply(gram, poly, gram, beta=a)  # P G
+            gram = multiply(half, poly, half, beta=a)  # P G P
     return total @ x
 
 

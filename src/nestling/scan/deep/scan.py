@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from nestling.objectives import Objective, dot, l2
 from nestling.scan.backends import is_any_order
@@ -35,6 +36,7 @@ from nestling.scan.deep.chunk import (
     write_backward,
 )
 from nestling.scan.deep.chunk import read as read_chunk
+from nestling.scan.deep.momentum import Momentum, scan_momentum
 from nestling.scan.deep.naive import compose
 from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu
 from nestling.scan.delta.api import scan
@@ -98,22 +100,21 @@ def scan_mlp(
              recompute, state.position),
         )  # fmt: skip
     tokens = x.shape[-2]
-    composed = momentum is not None or is_any_order()
+    composed = is_any_order() or (momentum is not None and rule == "dgd")
     begun = tokens if composed else min(-state.position % chunk, tokens)
     how = How(is_l2(objective), rule == "dgd", clip, bound_inputs, sigma)
-    inputs = (x, v, rate, retain, queries)
+    inputs = (x, v, rate, retain, queries, momentum)
     parts: list[Tensor | None] = []
     if begun or not tokens:  # two matrix scans, of any order too
-        first = _part(inputs, 0, begun)
+        *first, options["momentum"] = _part(inputs, 0, begun)
         y, state = compose(scan, state, *first, **options)  # type: ignore[arg-type]
         parts.append(y)
     whole = (tokens - begun) // chunk * chunk
     for start, length, size in ((begun, whole, chunk), (begun + whole, tokens - begun - whole, 0)):
         if length:
             part = _part(inputs, start, length)
-            y, state = _from_boundary(
-                state, part, how, read == "after", size or length, chunk, recompute
-            )
+            run = _from_boundary if momentum is None else _with_momentum
+            y, state = run(state, part, how, read == "after", size or length, chunk, recompute)
             parts.append(y)
     if queries is None:
         return None, state
@@ -122,8 +123,8 @@ def scan_mlp(
 
 
 def _part(inputs: Sequence[Tensor | None], start: int, length: int) -> list[Tensor | None]:
-    """Tokens `[start, start + length)` of x, v, rate, retain and queries."""
-    along = zip(inputs, (-2, -2, -1, -1, -2), strict=True)
+    """Tokens `[start, start + length)` of x, v, rate, retain, queries and momentum."""
+    along = zip(inputs, (-2, -2, -1, -1, -2, -1), strict=True)
     return [part.narrow(dim, start, length) if part is not None else None for part, dim in along]
 
 
@@ -132,16 +133,15 @@ def _from_boundary(
     recompute: bool,
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """Chunks of `size` tokens from a position where a chunk starts."""
-    x, v, rate, retain, queries = inputs
+    x, v, rate, retain, queries, _ = inputs
     if x is None or v is None or rate is None or retain is None:
         raise ValueError("x, v, rate and retain must be given")
     dtype = compute_dtype(state.w1, state.w2, *inputs)
     lead, (tokens, width), hidden = x.shape[:-2], x.shape[-2:], state.w1.shape[-1]
     count = tokens // size
 
-    def chunks(part: Tensor) -> Tensor:  # [..., T, D] -> [count, N, C, D]
-        split = part.to(dtype).unflatten(-2, (count, size)).movedim(-3, 0)
-        return split.contiguous().view(count, -1, size, part.shape[-1])
+    def chunks(part: Tensor) -> Tensor:
+        return _cut(part.to(dtype), size)
 
     g, rated = tables(*(chunks(gate.unsqueeze(-1)).view(-1, size) for gate in (rate, retain)))
     w1 = state.w1.to(dtype).reshape(-1, width, hidden)
@@ -156,6 +156,50 @@ def _from_boundary(
         return None, end
     reads = y.view(count, *lead, size, width).movedim(0, -3).flatten(-3, -2)
     return reads.to(queries.dtype), end
+
+
+def _cut(part: Tensor, size: int) -> Tensor:
+    """[..., T, D] -> [count, N, C, D]."""
+    split = part.unflatten(-2, (-1, size)).movedim(-3, 0).contiguous()
+    return split.view(split.shape[0], -1, size, part.shape[-1])
+
+
+def _with_momentum(
+    state: MLPState, inputs: Sequence[Tensor | None], how: How, after: bool, size: int, chunk: int,
+    recompute: bool,
+) -> tuple[Tensor | None, MLPState]:  # fmt: skip
+    """The same for writes with momentum; `recompute` keeps only the inputs."""
+    x, v, rate, retain, queries, momentum = inputs
+    if x is None or v is None or rate is None or retain is None or momentum is None:
+        raise ValueError("x, v, rate, retain and momentum must be given")
+    dtype = compute_dtype(*state[:6], *inputs)
+    lead, tokens = x.shape[:-2], x.shape[-2]
+
+    def flat(weight: Tensor) -> Tensor:
+        return weight.to(dtype).reshape(-1, *weight.shape[-2:])
+
+    w1, w2, _, _, v1, v2, position = state
+    still = torch.zeros_like(w1) if v1 is None else v1, torch.zeros_like(w2) if v2 is None else v2
+    start = Momentum(flat(w1), flat(w2), flat(still[0]), flat(still[1]))
+    gates = torch.stack([rate.to(dtype), retain.to(dtype), momentum.to(dtype)], -1)
+    q = None if queries is None else _cut(queries.to(dtype), size)
+    parts = (_cut(x.to(dtype), size), _cut(v.to(dtype), size), _cut(gates, size), q)
+    options: dict[str, Any] = {
+        "after": after, "objective": l2 if how.squared else dot, "clip": how.clip,
+        "bound_inputs": how.bound, "sigma": how.sigma,
+    }  # fmt: skip
+    if recompute and torch.is_grad_enabled():
+        y, end = checkpoint(scan_momentum, start, *parts, use_reentrant=False, **options)
+    else:
+        y, end = scan_momentum(start, *parts, **options)
+    made = Momentum(*(weight.reshape(*lead, *weight.shape[1:]) for weight in end))
+    position += tokens
+    begun = (w1.to(dtype), w2.to(dtype)) if position % chunk else (None, None)
+    after_all = MLPState(made.w1, made.w2, begun[0], begun[1], made.v1, made.v2, position)
+    if queries is None:
+        return None, after_all
+    reads = y.view(-1, *lead, size, x.shape[-1]).movedim(0, -3).flatten(-3, -2)
+    return reads.to(queries.dtype), after_all
 
 
 _WRITING, _READING = len(Writing._fields), len(Reading._fields)

@@ -15,6 +15,7 @@ from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.step import Token, step, takes
 
 S = TypeVar("S", Tensor, MomentumState)
 
@@ -41,9 +42,10 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor | None, Tensor | MomentumState]]]
 def choose(tokens: int, *, any_order: bool, refusals: Mapping[str, str | None]) -> str:
     """The back end of a scan that asks for none: a pure function.
 
-    A single token is `naive`; inside `any_order()` it is `chunk_autograd`; otherwise the first of
-    `refusals` that has no reason to refuse, or `chunk`. `refusals` names, in order of preference,
-    the back ends that the device has beside it (on CUDA `triton` and `fla`).
+    A single token is `naive` (or a `step`, see `scan_unchecked`); inside `any_order()` it is
+    `chunk_autograd`; otherwise the first of `refusals` that has no reason to refuse, or `chunk`.
+    `refusals` names, in order of preference, the back ends that the device has beside it (on CUDA
+    `triton` and `fla`).
     """
     if tokens <= 1:
         return "naive"
@@ -144,10 +146,13 @@ def scan_unchecked(
 ) -> tuple[Any, Any]:
     """`scan` for memories, whose inputs fit together: nothing is looked at, a back end is chosen.
 
-    So it costs less where calls are small, as token by token.
+    So it costs less where calls are small; a single token is a `step` where all dtypes are one.
     """
     given = (state, x, u, rate, retain, queries)
     if backend is None or backend == "auto":
+        if queries is not None and x.shape[-2] == 1 and takes(*given):
+            token = Token(torch.cat([x, queries], -2), u, rate, retain)
+            return step(state, token, rule, read)
         why = _refusals(*given, momentum) if x.is_cuda else {}
         backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)
     options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)

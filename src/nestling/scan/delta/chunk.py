@@ -123,10 +123,10 @@ def _whole_chunks(
         return tensor.to(dtype).unflatten(dim, (-1, chunk))
 
     X, U, eta = cut(x, -2), cut(u, -2), cut(rate, -1)
-    G, g = _rows(cut(retain, -1))
+    G, g = running(cut(retain, -1))
     H = P = z = h = None
     if momentum is not None:
-        H, h = _rows(cut(momentum, -1))
+        H, h = running(cut(momentum, -1))
         P = G @ H[..., 1:, :]  # [..., N, C + 1, C]
         z = G @ h[..., 1:, :]
     own = G if P is None else P
@@ -157,7 +157,7 @@ def _whole_chunks(
     return reads.flatten(-3, -2).to(queries.dtype), end
 
 
-def _rows(gate: Tensor) -> tuple[Tensor, Tensor]:
+def running(gate: Tensor) -> tuple[Tensor, Tensor]:
     """Rows t = 0..C of the products from s to t `[..., C + 1, C]` and from the start `[..., 1]`."""
     table = F.pad(products(gate), (0, 0, 1, 0))
     first = table[..., 1:, :1] * gate[..., :1, None]

@@ -174,14 +174,15 @@ def one_token(
     q = _project(rule, part, start, kept)
     k = kept["kv"][:, :1]
     y = q @ (begun if rule.read_start else stack)[:, :d].mT
-    gates = rule.gates(_read_out(part, _looks(rule, part, start), kept["raw"]), part.valid)
+    raw = _read_out(part, _looks(rule, part, start), kept["raw"])
+    eta, alpha = rule.rate_and_retain(raw, part.valid)
     u, seen = _errors(rule, kept, begun, start)
     w = u.flatten(2)
     if rule.erase:
         said = k @ stack.mT if seen is None or begun is not stack else seen
         w = w - (said if part.erase is None else said * part.erase.view(-1, 1, 1))
-    w = w * gates.rate.unsqueeze(-1)
-    return y, torch.baddbmm(stack * gates.log_retain.exp().unsqueeze(-1), w.mT, k)
+    w = w * eta.unsqueeze(-1)
+    return y, torch.baddbmm(stack * alpha.unsqueeze(-1), w.mT, k)
 
 
 def _forward(

@@ -60,8 +60,7 @@ def gates(rule: SelfRule, at: Weights, token: Inputs) -> tuple[Tensor, Tensor]:
         raw.append((token.readout[:, i] * seen).sum(-1) + token.bias[:, i])
         if token.gates is not None:
             raw[i] = raw[i] + token.gates[:, i]
-    found = rule.gates(torch.stack(raw, -1), token.valid)
-    return found.rate, found.log_retain.exp()
+    return rule.rate_and_retain(torch.stack(raw, -1), token.valid)
 
 
 def errors(

@@ -129,8 +129,8 @@ def _static(
     if rule.own_values and inputs.initial is not None:
         home = inputs.initial.first[:, 0]
     raw = torch.baddbmm(inputs.bias.unsqueeze(1), inputs.x, inputs.readout.mT)
-    gates = rule.gates(raw if inputs.gates is None else raw + inputs.gates)
-    tokens = (k, v, gates.rate, gates.log_retain.exp(), q)
+    eta, alpha = rule.rate_and_retain(raw if inputs.gates is None else raw + inputs.gates)
+    tokens = (k, v, eta, alpha, q)
     weight, begun = weights.first[:, 0], start.first[:, 0]
     head = min(-position % rule.chunk, q.shape[1])
     tail = (q.shape[1] - head) % rule.chunk
