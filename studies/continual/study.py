@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -309,8 +309,8 @@ OURS = "ours"
 CLAIMS: tuple[tuple[str, str, str, float, bool], ...] = (
     ("ahead of KLDA", "klda", "accuracy", 0.0, True),
     ("ahead of RanPAC", "ranpac", "accuracy", 0.0, True),
-    ("forgets less than KLDA", "klda", "forgetting", 0.0, False),
-    ("forgets less than RanPAC", "ranpac", "forgetting", 0.0, False),
+    ("forgetting less than KLDA", "klda", "forgetting", 0.0, False),
+    ("forgetting less than RanPAC", "ranpac", "forgetting", 0.0, False),
     ("within one point of joint training", "joint", "accuracy", 0.01, True),
     ("ahead of replay, 20 per class", "replay_20", "accuracy", 0.0, True),
     ("ahead of EWC", "ewc", "accuracy", 0.0, True),
@@ -333,12 +333,30 @@ def judge(found: Mapping[tuple[str, str], Cell], task: str, claim: Sequence[Any]
     return f"**{said}** {100 * (gap.mean - margin):+.1f} ± {100 * gap.half:.1f}"
 
 
+def _findings(found: Mapping[tuple[str, str], Cell], study: Study) -> list[str]:
+    """What was refuted comes first, then what is open, what was shown, and the goals."""
+    words = {"refuted": "Ours is not", "inconclusive": "It is open whether ours is"}
+    lines = []
+    for word, begin in (words | {"shown": "Ours is"}).items():
+        said = []
+        for claim in CLAIMS:
+            judged = {task: judge(found, task, claim) for task in study.tasks}
+            gaps = [f"{t} {j.split('** ')[1]}" for t, j in judged.items() if f"**{word}" in j]
+            said += [f"{claim[0]} ({', '.join(gaps)})"] if gaps else []
+        if said:
+            lines.append(f"{begin}: {'; '.join(said)}.")
+    goals = {task: _goal(found, task) for task in study.tasks}
+    if there := [f"{task} {goal}" for task, goal in goals.items() if goal != "unfinished"]:
+        lines.append(f"Goals for accuracy: {'; '.join(there)}.")
+    return lines
+
+
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
     """Findings, claims by streams, one chart per stream."""
     found = cells(runs)
     rows = [(claim[0], *(judge(found, task, claim) for task in study.tasks)) for claim in CLAIMS]
     rows.append(("goal", *(_goal(found, task) for task in study.tasks)))
-    return table_page(
+    made = table_page(
         study,
         runs,
         title="Class after class",
@@ -355,9 +373,14 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
             "Ours was found on the validation splits of all three streams (not their test splits or"
             " the reported class orders), and published rivals were not developed here; KLDA and"
             " RanPAC are also run with our places, RanPAC with our counting.",
+            "Most of the lead is the places', which any closed form can take: compare the rows of"
+            " KLDA and RanPAC on our places. Nothing here has a second time scale.",
             "All closed forms on random units have 3,000 of them (KLDA's authors take 5,000,"
             " RanPAC's 10,000); wider ones were mostly better in trials, for all three. RanPAC's"
             " adaptation of the base in the first task is left out.",
+            "Intervals are over class orders and random units. The test texts are the same for all"
+            " seeds, so what other texts would give is not in them: the accuracy of one classifier"
+            " on 1,000 to 4,500 texts has a standard error of 0.3 to 0.9 points.",
             "A text is cut at 48 tokens; DBpedia-70's classes are very uneven and its accuracy is"
             " the mean over tasks.",
         ],
@@ -370,6 +393,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         picture=charts(study, found),
         caption="Accuracy of every arm on each stream, with 95% intervals",
     )
+    return replace(made, findings=_findings(found, study) or made.findings)
 
 
 def _goal(found: Mapping[tuple[str, str], Cell], task: str) -> str:

@@ -174,6 +174,10 @@ def test_the_page_states_verdicts_and_goals(tmp_path):
         for line in text.splitlines()
         if line.startswith("| ") and "**" in line
     }
+    findings = [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.")]
+    assert "Ours is not: ahead of RanPAC (banking77 -1.0" in findings[0]
+    assert "Ours is: ahead of KLDA (banking77 +2.0" in findings[1]
+    assert "Goals for accuracy: banking77 **reached**" in findings[2]
     assert "**shown** +2" in rows["| ahead of KLDA"]
     assert "**refuted**" in rows["| ahead of RanPAC"]
     assert "**shown**" in rows["| within one point of joint training"]
