@@ -73,15 +73,15 @@ class Fourier:
 
 @dataclass(frozen=True, kw_only=True)
 class Rectified:
-    """A random projection and a ReLU, as in RanPAC."""
+    """A random projection and a ReLU, as in RanPAC; several places stand side by side."""
 
-    place: int
+    places: tuple[int, ...]
     width: int
     seed: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, P, D] -> [N, W]."""
-        part = one_place(x, self.place)
+        part = unit(x, self.places).flatten(1)
         draw = torch.Generator().manual_seed(self.seed)
         return relu(part @ torch.randn(part.shape[1], self.width, generator=draw))
 
@@ -91,6 +91,8 @@ class Memory:
 
     shrink: of the mean variance, added to the diagonal. start: C_0 [W, W], a covariance within
     classes that is worth `weight` rows, such as that of other data (`covariance`).
+    even: a row counts `n^-even`, n the rows of its class that were learned with it; 0 counts rows,
+    1 counts classes (the ridge regression of uneven classes favours the large ones).
     """
 
     joint = False
@@ -104,17 +106,21 @@ class Memory:
         shrink: float = 1e-3,
         start: Tensor | None = None,
         weight: float = 0.0,
+        even: float = 0.0,
     ) -> None:
         if read not in ("mean", "ridge", "lda"):
             raise ValueError(f"read must be 'mean', 'ridge' or 'lda'; got {read!r}")
         if not shrink > 0.0:
             raise ValueError(f"shrink must be above 0; got {shrink}")
-        self.rows, self.read, self.shrink = rows, read, shrink
+        if not 0.0 <= even <= 1.0:
+            raise ValueError(f"even must be in [0, 1]; got {even}")
+        self.rows, self.read, self.shrink, self.even = rows, read, shrink, even
         self.counts = torch.zeros(classes, dtype=torch.float64)
         self.sums: Tensor | None = None  # [C, W]
         self.squares: Tensor | None = None  # [W, W]
         self.start, self.weight = start, weight
         self._solved: tuple[Tensor, Tensor] | None = None
+        self._asked: tuple[Tensor, Tensor] | None = None  # the last texts scored, and their rows
 
     def learn(self, x: Tensor, y: Tensor) -> None:
         """Add examples [N, P, D] of classes y [N]."""
@@ -123,9 +129,11 @@ class Memory:
         if self.sums is None:
             self.sums = torch.zeros(len(self.counts), r.shape[1], dtype=torch.float64)
             self.squares = torch.zeros(r.shape[1], r.shape[1], dtype=torch.float64)
-        self.counts.index_add_(0, y, torch.ones(len(y), dtype=torch.float64))
-        self.sums.index_add_(0, y, r.double())
+        worth = torch.bincount(y, minlength=len(self.counts))[y].double() ** -self.even  # [N]
+        self.counts.index_add_(0, y, worth)
+        self.sums.index_add_(0, y, worth.unsqueeze(1) * r)
         if self.read != "mean":
+            r = worth.sqrt().float().unsqueeze(1) * r
             for part in r.split(1024):  # products in float32, their sum in float64
                 self.squares += part.mT @ part
 
@@ -164,7 +172,9 @@ class Memory:
             weight, bias = self.solve()
             self._solved = weight.float(), bias.float().masked_fill(self.counts == 0, -torch.inf)
         weight, bias = self._solved
-        return self.rows(x) @ weight.mT + bias
+        if self._asked is None or self._asked[0] is not x:
+            self._asked = x, self.rows(x)
+        return self._asked[1] @ weight.mT + bias
 
     def stored(self) -> int:
         """How many numbers it keeps."""

@@ -9,6 +9,14 @@ features (MiniLM-L6), computed once per text.
 
 Settings are never chosen on the stream they are used on: every arm has six trials on the held-out
 split of another stream, with a class order no reported seed uses.
+
+Ours is the retaining rule's ridge regression over one Gaussian kernel of four places of the base,
+in which the rows of a class count the square root of their number. It was found on the validation
+splits of all three streams (class orders 160 to 162, one draw of random units, no test data). The
+best of a few settings with 4,000 units had 92.8 / 96.4 / 90.8 (Banking-77 / CLINC-150 / DBpedia-70;
+CLINC without the counting, which changes nothing there), KLDA 92.2 / 95.0 / 90.0 and RanPAC 92.9 /
+95.1 (2,000 units) / 86.9: a lead over RanPAC on Banking-77 was not seen. Places and counting are
+open to the rivals too, so they are also run with them.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -114,7 +122,7 @@ class Shape(NamedTuple):
 
     classes: int
     place: int = 384
-    units: int = 2_000
+    units: int = 3_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +146,17 @@ def _grid(**choices: Sequence[Any]) -> list[dict[str, Any]]:
     return made
 
 
-def _fourier(
-    places: tuple[int, ...], shape: Shape, s: Setting, seed: int, together: bool = False
+def _fourier(places: tuple[int, ...], shape: Shape, s: Setting, seed: int, **read: Any) -> Memory:
+    gamma = s["gamma"] / len(places)  # of the mean squared distance over places
+    rows = Fourier(places=places, width=shape.units, gamma=gamma, seed=seed, together=True)
+    return Memory(shape.classes, rows, shrink=s["shrink"], **read)
+
+
+def _ranpac(
+    places: tuple[int, ...], shape: Shape, s: Setting, seed: int, even: float = 0.0
 ) -> Memory:
-    rows = Fourier(places=places, width=shape.units, gamma=s["gamma"], seed=seed, together=together)
-    return Memory(shape.classes, rows, shrink=s["shrink"])
-
-
-def _ranpac(shape: Shape, s: Setting, seed: int) -> Memory:
-    rows = Rectified(place=LAST, width=shape.units, seed=seed)
-    return Memory(shape.classes, rows, read="ridge", shrink=s["shrink"])
+    rows = Rectified(places=places, width=shape.units, seed=seed)
+    return Memory(shape.classes, rows, read="ridge", shrink=s["shrink"], even=even)
 
 
 def _lda(shape: Shape, s: Setting, seed: int) -> Memory:
@@ -176,29 +185,35 @@ def _per_task(shape: Shape, s: Setting, seed: int) -> PerTask:
     return PerTask(width, shape.classes, **s, epochs=5, seed=seed, places=PLACES)
 
 
-FOURIER = _grid(gamma=(0.25, 0.5, 1.0), shrink=(1e-3, 1e-2))
+RIDGE = _grid(gamma=(0.125, 0.25, 0.5), shrink=(1e-3, 1e-2))
+KLDA = _grid(gamma=(0.125, 0.25, 0.5), shrink=(1e-2, 1e-1))
+RANPAC = _grid(shrink=(1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
 RATES = _grid(rate=(3e-4, 1e-3, 3e-3), epochs=(3, 10))
 ARMS: dict[str, Arm] = {
     "ours": Arm(
-        title="retaining memory, four places", build=partial(_fourier, PLACES), settings=FOURIER
+        title="retaining memory, four places, even",
+        build=partial(_fourier, PLACES, read="ridge", even=0.5),
+        settings=RIDGE,
     ),
-    "together": Arm(
-        title="the same, one kernel over all places",
-        build=partial(_fourier, PLACES, together=True),
-        settings=_grid(gamma=(0.0625, 0.125, 0.25), shrink=(1e-2, 1e-1)),
+    "klda": Arm(title="KLDA", build=partial(_fourier, (LAST,)), settings=KLDA),
+    "ranpac": Arm(title="RanPAC", build=partial(_ranpac, (LAST,)), settings=RANPAC),
+    "uneven": Arm(
+        title="ours, every row counts alike",
+        build=partial(_fourier, PLACES, read="ridge"),
+        settings=RIDGE,
     ),
-    "klda": Arm(title="KLDA", build=partial(_fourier, (LAST,)), settings=FOURIER),
-    "ranpac": Arm(
-        title="RanPAC",
-        build=_ranpac,
-        settings=_grid(shrink=(1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)),
+    "klda_places": Arm(title="KLDA on our places", build=partial(_fourier, PLACES), settings=KLDA),
+    "ranpac_places": Arm(
+        title="RanPAC on our places, even",
+        build=partial(_ranpac, PLACES, even=0.5),
+        settings=RANPAC,
     ),
     "lda": Arm(
         title="LDA", build=_lda, settings=_grid(shrink=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1))
     ),
     "mean": Arm(title="nearest mean", build=_mean, settings=_grid(place=(9, 10, 11, 6, 3, 0))),
     "joint": Arm(
-        title="joint training (upper bound)",
+        title="joint training",
         build=partial(_network, Gradient, joint=True),
         settings=_grid(rate=(3e-4, 1e-3, 3e-3), epochs=(5, 15)),
     ),
@@ -243,7 +258,7 @@ class Fixed:
 
     base: str = "minilm"
     tokens_of_a_text: int = 48
-    width_of_random_units: int = 2_000
+    width_of_random_units: int = 3_000
     trials_of_every_arm: int = 6
     chosen_on: str = "the held-out split of another stream: " + ", ".join(
         f"{stream} on {other}" for stream, other in OTHER.items()
@@ -294,12 +309,14 @@ OURS = "ours"
 CLAIMS: tuple[tuple[str, str, str, float, bool], ...] = (
     ("ahead of KLDA", "klda", "accuracy", 0.0, True),
     ("ahead of RanPAC", "ranpac", "accuracy", 0.0, True),
-    ("forgets less than KLDA", "klda", "forgetting", 0.0, False),
-    ("forgets less than RanPAC", "ranpac", "forgetting", 0.0, False),
+    ("forgetting less than KLDA", "klda", "forgetting", 0.0, False),
+    ("forgetting less than RanPAC", "ranpac", "forgetting", 0.0, False),
     ("within one point of joint training", "joint", "accuracy", 0.01, True),
     ("ahead of replay, 20 per class", "replay_20", "accuracy", 0.0, True),
     ("ahead of EWC", "ewc", "accuracy", 0.0, True),
-    ("several kernels ahead of one", "together", "accuracy", 0.0, True),
+    ("even rows ahead of rows that count alike", "uneven", "accuracy", 0.0, True),
+    ("ahead of KLDA on our places", "klda_places", "accuracy", 0.0, True),
+    ("ahead of RanPAC on our places, even", "ranpac_places", "accuracy", 0.0, True),
 )
 """What is claimed of ours: against which arm, in what, with what margin, whether more is better."""
 
@@ -316,12 +333,30 @@ def judge(found: Mapping[tuple[str, str], Cell], task: str, claim: Sequence[Any]
     return f"**{said}** {100 * (gap.mean - margin):+.1f} ± {100 * gap.half:.1f}"
 
 
+def _findings(found: Mapping[tuple[str, str], Cell], study: Study) -> list[str]:
+    """What was refuted comes first, then what is open, what was shown, and the goals."""
+    words = {"refuted": "Ours is not", "inconclusive": "It is open whether ours is"}
+    lines = []
+    for word, begin in (words | {"shown": "Ours is"}).items():
+        said = []
+        for claim in CLAIMS:
+            judged = {task: judge(found, task, claim) for task in study.tasks}
+            gaps = [f"{t} {j.split('** ')[1]}" for t, j in judged.items() if f"**{word}" in j]
+            said += [f"{claim[0]} ({', '.join(gaps)})"] if gaps else []
+        if said:
+            lines.append(f"{begin}: {'; '.join(said)}.")
+    goals = {task: _goal(found, task) for task in study.tasks}
+    if there := [f"{task} {goal}" for task, goal in goals.items() if goal != "unfinished"]:
+        lines.append(f"Goals for accuracy: {'; '.join(there)}.")
+    return lines
+
+
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
     """Findings, claims by streams, one chart per stream."""
     found = cells(runs)
     rows = [(claim[0], *(judge(found, task, claim) for task in study.tasks)) for claim in CLAIMS]
     rows.append(("goal", *(_goal(found, task) for task in study.tasks)))
-    return table_page(
+    made = table_page(
         study,
         runs,
         title="Class after class",
@@ -333,8 +368,30 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         limits=[
             "The base is frozen for every arm: gradient arms train an MLP and a head over the same"
             " features, and joint training is joint over those, not of the whole base.",
+            "Joint training by gradients turned out to be no upper bound: closed forms are ahead of"
+            " it on Banking-77, so being within a point of it says little. Four of its five seeds"
+            " have the same total there (2,844 of 3,080), which looks odd; on the validation split"
+            " three other seeds gave 1,343 to 1,348 of 1,464, and two of them differed from the"
+            " third in 54 and 60 answers, so seeds do differ.",
             "Even a learner that forgets nothing loses accuracy as classes are added to choose"
             " from; that is what closed-form arms' forgetting is.",
+            "Ours was found on the validation splits of all three streams (not their test splits or"
+            " the reported class orders), and published rivals were not developed here; KLDA and"
+            " RanPAC are also run with our places, RanPAC with our counting.",
+            "Except against KLDA on Banking-77, most of the lead is the places' (against RanPAC"
+            " also the counting's), which any closed form can take: compare the rows of KLDA and"
+            " RanPAC on our places. Nothing here has a second time scale.",
+            "The goals are judged by the mean; on CLINC-150 and Banking-77 the interval contains"
+            " the goal.",
+            "Several closed forms chose a setting at the edge of their grid (appendix): ours, KLDA,"
+            " LDA, and RanPAC the least shrinkage for DBpedia-70, where validation data (not used"
+            " for it) preferred more: 86.9 at 0.03, 85.8 at 0.001 with 4,000 units.",
+            "All closed forms on random units have 3,000 of them (KLDA's authors take 5,000,"
+            " RanPAC's 10,000); wider ones were mostly better in trials, for all three. RanPAC's"
+            " adaptation of the base in the first task is left out.",
+            "Intervals are over class orders and random units. The test texts are the same for all"
+            " seeds, so what other texts would give is not in them: the accuracy of one classifier"
+            " on 1,000 to 4,500 texts has a standard error of 0.3 to 0.9 points.",
             "A text is cut at 48 tokens; DBpedia-70's classes are very uneven and its accuracy is"
             " the mean over tasks.",
         ],
@@ -347,6 +404,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         picture=charts(study, found),
         caption="Accuracy of every arm on each stream, with 95% intervals",
     )
+    return replace(made, findings=_findings(found, study) or made.findings)
 
 
 def _goal(found: Mapping[tuple[str, str], Cell], task: str) -> str:

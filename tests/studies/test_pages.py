@@ -16,6 +16,7 @@ PAGES = {
     "languages": ["languages.md"],
     "levels": ["levels.md", "levels.svg", "levels_appendix.md"],
     "lm": ["language_models.md", "language_models.svg", "language_models_appendix.md"],
+    "continual": ["continual.md", "continual.svg", "continual_appendix.md"],
     "timescales": ["continual_timescales.md", "continual_timescales.svg"],
 }
 

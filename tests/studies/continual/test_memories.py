@@ -101,6 +101,35 @@ def test_a_start_counts_as_so_many_rows():
     assert torch.allclose(own.covariance(), within / 120, atol=1e-5)
 
 
+def test_even_rows_are_a_weighted_ridge_regression():
+    """A row is worth n^-even; at 1 doubling all examples of a class changes nothing."""
+    r, y = clouds(80, 9)
+    memory = Memory(4, lambda x: x, read="ridge", shrink=0.5, even=0.5)
+    memory.learn(r, y)
+    worth = torch.bincount(y)[y].double() ** -0.5
+    gram = (worth[:, None] * r).T @ r.double()
+    target = torch.nn.functional.one_hot(y, 4).double()
+    eye = 0.5 * gram.diagonal().mean() * torch.eye(6).double()
+    wanted = torch.linalg.solve(gram + eye, (worth[:, None] * r).T @ target).T
+    assert torch.allclose(memory.solve()[0], wanted, atol=1e-6)
+    once, twice = (Memory(4, lambda x: x, read="ridge", shrink=0.5, even=1.0) for _ in range(2))
+    once.learn(r, y)
+    twice.learn(torch.cat([r, r[y == 0]]), torch.cat([y, y[y == 0]]))
+    assert torch.allclose(once.scores(r), twice.scores(r), atol=1e-4)
+    with pytest.raises(ValueError, match=r"even must be in \[0, 1\]"):
+        Memory(2, lambda x: x, even=2.0)
+
+
+def test_rows_are_kept_for_the_same_texts_only():
+    r, y = clouds(40, 10)
+    memory = Memory(4, lambda x: x)
+    memory.learn(r, y)
+    first = memory.scores(r)
+    assert torch.allclose(memory.scores(r[:7]), first[:7], atol=1e-5)
+    memory.learn(r + 1.0, y)
+    assert not torch.allclose(memory.scores(r), first, atol=1e-3)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_fourier_features_are_the_kernel(together):
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(8))
@@ -116,12 +145,12 @@ def test_fourier_features_are_the_kernel(together):
 def test_random_units_come_from_the_seed():
     x = torch.randn(4, 2, 8)
     for make in (
-        lambda s: Rectified(place=1, width=6, seed=s),
+        lambda s: Rectified(places=(0, 1), width=6, seed=s),
         lambda s: Fourier(places=(0, 1), width=6, gamma=1.0, seed=s),
     ):
         assert torch.equal(make(1)(x), make(1)(x))
         assert not torch.equal(make(1)(x), make(2)(x))
-    assert (Rectified(place=1, width=6, seed=0)(x) >= 0).all()
+    assert (Rectified(places=(1,), width=6, seed=0)(x) >= 0).all()
 
 
 def test_wrong_settings_are_refused():

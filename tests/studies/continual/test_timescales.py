@@ -9,6 +9,7 @@ import torch
 
 from studies.continual.timescales import (
     ARMS,
+    LESIONS,
     TASKS,
     Chain,
     Protocol,
@@ -133,3 +134,23 @@ def test_the_study_names_its_streams():
     assert set(study.arms) == set(ARMS)
     with pytest.raises(ValueError, match="halves must be above 0"):
         chain([0.0])
+
+
+def test_the_page_answers_its_question_first(tmp_path):
+    study = make_study(False)
+    runs = {}
+    for seed in study.seeds:
+        for arm, score in (("one", 0.60), ("two", 0.65), ("three", 0.55)):
+            run = {"task": "domains", "arm": arm, "seed": seed, "setting": {}, "parameters": 9}
+            run |= {"seconds": 1.0, "score": score + 0.001 * (seed % 2) * (arm == "two")}
+            for kind in ("stays", "moves"):
+                lesions = {f"{kind} {each}": score / 2 for each in LESIONS.values()}
+                run |= {kind: score if kind == "stays" else 0.5, **lesions}
+            runs[f"run/domains/{arm}/{seed}"] = run
+    first, second, third = study.page(study, runs).findings
+    assert "Two levels" in first
+    assert "ahead on 1 of 1 streams (domains: **shown** +5" in first
+    assert first.endswith("What moves alone: ahead on 0, behind on 0.")
+    assert "ahead on 0 of 1 streams (domains: **refuted** -5.0" in second
+    assert "both levels 65.0 on what stays and 50.0" in third
+    assert "without the slow one 32.5" in third
