@@ -237,7 +237,7 @@ def _result(read: dict[str, Any], counts: dict[str, int], kept: dict[str, Any]) 
     first, (best, *others) = next(iter(half)), sorted(half, key=half.__getitem__)
     gaps = "; ".join(f"{name} {half[name]:.3f}" for name in others)
     changes = ", ".join(f"{name} {count}" for name, count in counts.items())
-    left = "; ".join(f"{name} {points[-1][1]:+.3f}" for name, points in kept.items())
+    left = "; ".join(f"{name} {points[-1][1]:+z.3f}" for name, points in kept.items())
     return [
         f"Best at the second half of unseen documents: {best}, with a loss of {half[best]:.3f} nats"
         f" per byte. {gaps}.",

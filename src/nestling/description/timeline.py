@@ -109,7 +109,9 @@ class Timeline:
         numbers: what stands at the end of each level's row, by the level's name, in place of the
             distance it has moved.
         """
-        legend = "a bar is an update, its height the surprise; the line is the way gone so far"
+        legend = (
+            "a bar is an update, its height the surprise; the line is the distance covered so far"
+        )
         parts = [text(24, 34, "Who changed when", 19, bold=True), text(24, 56, legend, 12, QUIET)]
         for place, level in enumerate(self.levels):
             colour = COLOURS[place % len(COLOURS)]
@@ -153,7 +155,7 @@ class Timeline:
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         )
-        parts.append(text(WIDTH - RIGHT + 12, y + 20, number or f"way {total:.3g}", 12, INK))
+        parts.append(text(WIDTH - RIGHT + 12, y + 20, number or f"distance {total:.3g}", 12, INK))
         parts.append(text(WIDTH - RIGHT + 12, y + 38, f"{what} \u2264 {most:.3g}", 12, QUIET))
         if lost := sum(not math.isfinite(s + u.step) for s, u in zip(surprises, updates)):
             parts.append(text(WIDTH - RIGHT + 12, y + 56, f"{lost} not finite", 12, "#b91c1c"))
