@@ -184,7 +184,7 @@ def _levels(page: Page, story: Story) -> None:
     )
     page.figure(
         story.timeline.picture(),
-        "Timeline of the levels: every update, its surprise, and the distance its weights have covered.",
+        "Timeline of the levels: every update, its surprise, and the path of its weights.",
         wide=True,
     )
     page.text(
