@@ -22,6 +22,7 @@ __all__ = [
     "FREE",
     "FROZEN",
     "LEVELS",
+    "TRAINED",
     "Model",
     "build",
     "configuration",
@@ -150,9 +151,14 @@ FROZEN = Model(
 """The default Hope asked without learning; trained, it is the same model."""
 ABLATIONS["levels_frozen"] = FROZEN
 _TRAINED = {"learning": "first_order"}
+TRAINED = Model(title="Hope, trained with learning levels", model="hope", fields=_TRAINED)
+"""The default Hope, its levels learning from the first training step on."""
 LEVELS: dict[str, Model] = {
     "plain": ARMS["hope"],
-    "hope": Model(title="Hope, trained with learning levels", model="hope", fields=_TRAINED),
+    "hope": Model(
+        title="Hope, trained with learning levels, equal compute", model="hope", fields=_TRAINED
+    ),
+    "hope_bytes": TRAINED,
     "one": Model(
         title="the same, one level",
         model="hope",

@@ -3,15 +3,16 @@
     python -m studies levels            run what is missing, write docs/results/levels.md
     python -m studies levels --costs    measure what a training step of every arm costs
 
-Models trained plain are those of `studies.lm` (kept there, or trained anew where they are missing);
-the others are trained on the same bytes with as much *training compute*: `Protocol.costs` are
-processor seconds of a training step against that of the plain Hope, measured by `--costs` before
-the first run, and an arm whose steps cost more takes fewer of them. Arms over few books read these
-several times; there text is what is scarce, so all take as many steps. All are asked on novels they
-have not read, in streams up to 16 times the trained length. Models that were trained plain are
-asked with frozen levels and with levels switched on, at the best of four rates on books that are
-neither trained on nor in a table; so are the rivals, whose MLPs are one level. The models are kept
-for `studies.kept`.
+Models trained plain are those of `studies.lm` (kept there, or trained anew where they are missing),
+and so is Hope trained with learning levels on as many bytes; the others have as much *training
+compute*: `Protocol.costs` are processor seconds of a training step against that of the plain Hope,
+measured by `--costs` before the first run, and an arm whose steps cost more takes fewer of them.
+All Hopes train at the rate that trials of `studies.lm` chose for Hope. Arms over few books read
+these several times; there text is what is scarce, so all take as many steps. All are asked on
+novels they have not read, in streams up to 16 times the trained length. Models that were trained
+plain are asked with frozen levels and with levels switched on, at the best of four rates on books
+that are neither trained on nor in a table; so are the rivals, whose MLPs are one level. The models
+are kept for `studies.kept`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from studies.harness.verdict import interval, judged, paired, show
 from studies.tasks import text
 
 SIZE = lm.SIZES["0.3M"]
-PLAIN = {
+FROM_LM = {
     "plain": "hope",
+    "hope_bytes": "hope_learning",
     "attention_plain": "hope_attention",
     "transformer": "transformer",
     "gated_delta": "gated_delta",
@@ -59,14 +61,15 @@ class Protocol(lm.Protocol):
 
     costs: dict[str, float] = field(
         default_factory=lambda: {
-            "hope": 1.6,
-            "plain": 1.0,
-            "one": 1.6,
-            "by_rate": 1.6,
-            "attention": 1.6,
+            "hope": 1.44,
+            "one": 1.34,
+            "by_rate": 1.42,
+            "attention": 1.19,
         }
     )
-    plain_rate: float = 6e-3  # where a model of `studies.lm` has to be trained anew
+    hope_rate: float = 12e-3
+    attention_rate: float = 3e-3
+    rival_rate: float = 6e-3  # where a model of `studies.lm` has to be trained anew
     few_bytes: int = 250_000
     epochs: int = 4
     switched_on: tuple[float, ...] = (0.3, 0.6, 1.0, 1.6)
@@ -77,6 +80,12 @@ class Protocol(lm.Protocol):
         "mean loss of positions beyond the trained length, held-out books; paired by seed, 95% by"
         " Student's t; goals: 0.10 ahead of plain frozen, 0.03 ahead of plain switched on"
     )
+
+    def rate_of(self, arm: str) -> float:
+        """The rate at which an arm is trained."""
+        if ARMS[arm].model == "hope":
+            return self.hope_rate
+        return self.attention_rate if ARMS[arm].model == "hope_attention" else self.rival_rate
 
     def steps_of(self, arm: str, *, trial: bool) -> int:
         """Steps of training: as much compute as the plain Hope's; over few books, of data."""
@@ -130,7 +139,7 @@ def trained(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:
 
 def from_lm(job: Job, context: Context, protocol: Protocol) -> tuple[Any, Run]:
     """A model that `studies.lm` trained and kept, and its numbers; without it, one trained now."""
-    name = f"0.3M-{PLAIN[job.arm]}-{job.seed}"
+    name = f"0.3M-{FROM_LM[job.arm]}-{job.seed}"
     model = kept_model(context.models.parent.parent / "lm" / "models" / name)
     if model is None:
         return trained(job, context, protocol)
@@ -146,14 +155,14 @@ def obtained(arm: str, seed: int, rate: float, context: Context, protocol: Proto
     model = kept_model(folder)
     if model is None:
         job = Job("books", arm, {"rate": rate}, seed)
-        model, _ = (from_lm if arm in PLAIN else trained)(job, context, protocol)
+        model, _ = (from_lm if arm in FROM_LM else trained)(job, context, protocol)
         keep_model(model, folder, {"study": "levels", "arm": arm, "seed": seed})
     return model
 
 
 def make(job: Job, context: Context, protocol: Protocol) -> Run:
     """Train an arm, read held-out books with it, and keep it."""
-    model, run = (from_lm if job.arm in PLAIN else trained)(job, context, protocol)
+    model, run = (from_lm if job.arm in FROM_LM else trained)(job, context, protocol)
     data = books(context, protocol)
     plain = not model.config.learns_in_training
     asked = switched(model, 0.0) if plain else model
@@ -248,6 +257,8 @@ QUESTIONS = (
     Question("plain", "gated_delta", our_on=True),
     Question("plain", "gated_delta", our_on=True, their_on=True),
     Question("plain", "transformer", our_on=True, their_on=True),
+    Question("hope_bytes", "plain", goal=0.10),
+    Question("hope_bytes", "plain", goal=0.03, their_on=True),
     Question("hope", "plain", goal=0.10),
     Question("hope", "plain", goal=0.03, their_on=True),
     Question("hope", "one"),
@@ -267,7 +278,8 @@ def findings(study: Study, found: Mapping[tuple[str, str], Cell]) -> list[str]:
         return found.get(("books", arm), Cell({})).values("on_beyond" if on else "beyond")
 
     def called(arm: str, on: bool) -> str:
-        how = ", learning" if on else ", frozen" if arm in PLAIN else ""
+        plain = not default.configuration(ARMS[arm], SIZE).learns_in_training
+        how = ", learning" if on else ", frozen" if plain else ""
         return study.arms.get(arm, arm) + how
 
     said = []
@@ -298,7 +310,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         if cell is None:
             continue
         some = list(cell.runs.values())
-        still = f"{title}, frozen" if arm in PLAIN else title
+        still = f"{title}, frozen" if "on_positions" in some[0] else title
         for name, what in (("positions", still), ("on_positions", f"{title}, learning")):
             each = list(zip(*(run[name] for run in some if name in run), strict=True))
             if each:
@@ -365,8 +377,6 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "plain", "transformer", "hope_few") if quick else tuple(ARMS)
-    tuned = ("hope", "attention")
-    rest = [arm for arm in arms if arm not in (*tuned, *PLAIN)]
     return Study(
         name="levels",
         protocol=protocol,
@@ -374,9 +384,8 @@ def study(quick: bool = False) -> Study:
         arms={a: ARMS[a].title + (FEW if a.endswith("_few") else "") for a in arms},
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in tuned},
-        borrowed=dict.fromkeys(rest, "hope"),
-        given={arm: {"rate": protocol.plain_rate} for arm in PLAIN if arm in arms},
+        settings={},
+        given={arm: {"rate": protocol.rate_of(arm)} for arm in arms},
         make=lambda job, context: make(job, context, protocol),
         judged="development",
         lower=True,
