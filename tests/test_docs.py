@@ -64,7 +64,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text()
-    namespace: dict[str, object] = {"__name__": "docs", "nestling": nestling}
+    namespace: dict[str, object] = {"__name__": "docs"}
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
         before = text.rfind("\n\n", 0, block.start()) + 2

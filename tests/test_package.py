@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_studies_are_beside_the_package_not_in_it():
     assert build["targets"] == {"wheel": {"packages": ["src/nestling"]}}
     for path in SOURCES:
         assert not re.search(r"^\s*(import|from) studies", path.read_text(), re.MULTILINE), path
+
+
+def test_the_project_links_what_its_readme_links():
+    """On an index the page of a project shows these; no address is made up."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Paper"].startswith("https://arxiv.org/abs/")
+    assert all(url in (ROOT / "README.md").read_text() for url in urls.values())
 
 
 def test_constraints_pin_the_torch_that_ci_tests():

@@ -187,6 +187,8 @@ def test_moving_keeps_what_is_read_and_slow_levels_keep_it():
     stream, ids = repeated(97), tokens(20, 5)
     plain = nestling.adapt(tiny(), [8, 32], rate=[0.5, 0.0])
     moved = nestling.adapt(tiny(), [8, 32], rate=[0.5, 0.0], transfer="move")  # only receives
+    assert repr(moved).count("receives only") == 1  # not a rate of 0 beside updates
+    assert "receives" not in repr(nestling.adapt(tiny(), [8, 32], rate=0.0))
     for learner in (plain, moved):
         report = learner.learn(stream)
     received = [update for update in report.updates if update.level == "slow"]

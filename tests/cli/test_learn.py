@@ -83,6 +83,15 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert capsys.readouterr().out != with_memory
 
 
+def test_slow_learning_says_where_it_is(model, text, tmp_path, capsys, monkeypatch):
+    """Where there is no terminal, a line comes after a while, not only after many tokens."""
+    assert main(["learn", str(model), "--from", str(text), "--memory", str(tmp_path / "a")]) == 0
+    quick = capsys.readouterr().err.count(" tokens  loss ")
+    monkeypatch.setattr("nestling.cli.learn._Bar.seconds", 0.0)
+    assert main(["learn", str(model), "--from", str(text), "--memory", str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().err.count(" tokens  loss ") > quick
+
+
 def test_a_text_shorter_than_a_chunk_is_learned_and_a_single_token_is_said_to_be_lost(
     model, tmp_path, capsys
 ):

@@ -207,8 +207,8 @@ def test_a_level_that_never_moved_says_so():
     timeline = Timeline()
     for position in range(1, 5):
         timeline.record(LevelUpdate(position, "fast", 1.0, 0.0, 0.0, 0.0))
-    assert "way 0" in timeline.picture()
-    assert "way" not in timeline.picture({"fast": "drift 0.0%"}).replace("way gone so far", "")
+    assert "path 0" in timeline.picture()
+    assert "path 0" not in timeline.picture({"fast": "drift 0.0%"})
     assert "drift 0.0%" in timeline.picture({"fast": "drift 0.0%"})
 
 
@@ -223,7 +223,7 @@ def test_a_level_that_only_receives_has_a_way_of_its_own():
     heights = [[float(p.split(",")[1]) for p in line.get("points").split()] for line in lines]
     for fall in heights:
         assert fall[0] - fall[-1] > 40
-    assert "way 2" in timeline.picture()
+    assert "path 2" in timeline.picture()
 
 
 def lab(colour: str) -> tuple[float, ...]:

@@ -100,6 +100,21 @@ def test_generation_stops_and_goes_on(name):
     assert torch.equal(more.sequences, whole)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_read_in_pieces(name, padded):
+    """`prefill_chunk_size` needs a cache before the first token; levels learn across pieces."""
+    levels = {"levels": [{"name": "fast", "chunk": 4, "rate": 0.1}], "learning": "plain"}
+    model = model_of(name, **(levels if name.startswith("hope") else {}))
+    ids, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[0, :3] = 0 if padded else 1
+    options = {"attention_mask": mask, "do_sample": False, **FACTS}
+    whole = model.generate(ids, **options)
+    pieces = model.generate(ids, prefill_chunk_size=4, **options)
+    assert torch.equal(pieces.sequences, whole.sequences)
+    torch.testing.assert_close(pieces.scores, whole.scores)
+
+
 @pytest.mark.parametrize(
     ("name", "learns"), [*((n, False) for n in NAMES), *((n, True) for n in NAMES[:2])]
 )

@@ -68,6 +68,12 @@ def test_a_run_with_learning_levels_tells_what_each_is_worth_and_resumes(tmp_pat
     assert model.learns
 
 
+@pytest.mark.parametrize(("length", "told"), [(16, {"effect/fast"}), (8, set())])
+def test_levels_that_never_step_in_a_window_are_not_judged(tmp_path, length, told):
+    run(tmp_path / "short", f"data.length={length}", "run.steps=3")
+    assert {fact for fact in logged(tmp_path / "short") if fact.startswith("effect/")} == told
+
+
 def test_levels_grow_and_start_warm_from_a_plain_model(tmp_path):
     still = [{"name": level["name"], "chunk": level["chunk"]} for level in LEVELS]
     frozen = [f"model.fields.levels={json.dumps(still)}", "model.fields.learn_rates=false"]

@@ -199,8 +199,10 @@ class Learner:
         sizes = self.size()
         lines = [f"Learner over {type(self.model).__name__} at position {self.position:,}"]
         for level, drift in zip(self.levels, self.drift, strict=True):
+            receives = level.rate == 0 and self._move_share is not None  # from the next faster
+            rate = "receives only" if receives else f"rate {level.rate:<8g}"
             lines.append(
-                f"  {level.name:<10} chunk {level.chunk!s:>7}  rate {level.rate:<8g}"
+                f"  {level.name:<10} chunk {level.chunk!s:>7}  {rate:<13}"
                 f" {drift.updates:>6} updates  drift {drift.drift:.2e}  {_mb(sizes[level.name])}"
             )
         lines.append("  " + ", ".join(f"{k} {_mb(v)}" for k, v in sizes.items() if k in _REST))

@@ -1,4 +1,4 @@
-"""`nestling demo`: the main job, in about ten minutes, offline."""
+"""`nestling demo`: the main job, in a few minutes, offline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parser() -> Parser:
         description="Train a small Hope whose levels learn while it reads, and a Transformer of\n"
         "equal size with learning levels, on made-up chronicles. Then documents neither has seen\n"
         "stream through them: all levels learning, only the fastest, none. Writes a report with\n"
-        "plots. Needs no network; about ten minutes on 2 cores.",
+        "plots. Needs no network; a few minutes on 2 cores.",
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
     made.add_argument("--steps", type=int, default=120, help="training steps of each model")
@@ -237,7 +237,7 @@ def _result(read: dict[str, Any], counts: dict[str, int], kept: dict[str, Any]) 
     first, (best, *others) = next(iter(half)), sorted(half, key=half.__getitem__)
     gaps = "; ".join(f"{name} {half[name]:.3f}" for name in others)
     changes = ", ".join(f"{name} {count}" for name, count in counts.items())
-    left = "; ".join(f"{name} {points[-1][1]:+.3f}" for name, points in kept.items())
+    left = "; ".join(f"{name} {points[-1][1]:+z.3f}" for name, points in kept.items())
     return [
         f"Best at the second half of unseen documents: {best}, with a loss of {half[best]:.3f} nats"
         f" per byte. {gaps}.",

@@ -36,7 +36,7 @@ def parser() -> Parser:
         description="Perplexity on a file and loss against position, or tasks of lm-eval.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("model", help="folder of a model")
+    made.add_argument("model", help="folder, nestling:small, hub name, .gguf or llama2.c .bin file")
     made.add_argument("file", nargs="?", type=Path, help="text to read")
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--facts", action="store_true", help="ask for the file's names and numbers")

@@ -12,6 +12,7 @@ from typing import Any
 from nestling.cli import Parser
 
 _EXAMPLES = """examples:
+  nestling generate nestling:small --prompt "It was a dark"  # a small model that comes along
   nestling generate runs/tiny/model --prompt "Day 1, spring."
   nestling generate runs/tiny/model --prompt "Day 1" --tokens 300 --temperature 0.8 --seed 1
   nestling generate MODEL --memory mine --prompt "Call me"   # after `nestling learn`"""
@@ -24,7 +25,7 @@ def parser() -> Parser:
         description="Continue a text with a trained model; tokens appear as they are made.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("model", help="folder, hub name, .gguf or llama2.c .bin file")
+    made.add_argument("model", help="folder, nestling:small, hub name, .gguf or llama2.c .bin file")
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--prompt", default="", help="text to continue ('-' reads standard input)")
     made.add_argument("--tokens", type=int, default=200, help="how many to write (default 200)")

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import math
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from nestling.cli import Parser
 
 _EXAMPLES = """examples:
+  nestling learn nestling:small --from diary.txt --memory mine    # a small model that comes along
   nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from diary.txt --memory mine
   nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --memory mine
   nestling learn MODEL --from more.txt --memory mine          # goes on with the same memory
@@ -23,11 +25,11 @@ _EXAMPLES = """examples:
   nestling learn MODEL --memory mine --export lora            # as a PEFT LoRA
   nestling generate MODEL --memory mine --prompt "Call me"
 
-The model is a folder, a name on the hub, a .gguf file, or a llama2.c .bin file beside its
-tokenizer. It is not changed: what is learned goes to the memory folder. A run that was stopped goes
-on where it was when the same command is given again. Short texts are read several times; a text
-that spoils what was known before is refused. The exit code is 1 when nothing was learned. See
-docs/adapt.md."""
+The model is a folder, nestling:small, a name on the hub, a .gguf file, or a llama2.c .bin file
+beside its tokenizer. It is not changed: what is learned goes to the memory folder. A run that was
+stopped goes on where it was when the same command is given again. Short texts are read several
+times; a text that spoils what was known before is refused. The exit code is 1 when nothing was
+learned. See docs/adapt.md."""
 
 
 def parser() -> Parser:
@@ -39,7 +41,9 @@ def parser() -> Parser:
         description="Let a pretrained model learn texts into a memory of several time scales.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("model", help="folder, hub name, .gguf file or llama2.c .bin file")
+    made.add_argument(
+        "model", help="folder, nestling:small, hub name, .gguf file or llama2.c .bin file"
+    )
     made.add_argument(
         "--from",
         dest="files",
@@ -284,10 +288,15 @@ def _text(path: Path) -> str:
 
 
 class _Bar:
-    """A bar in a terminal, plain lines elsewhere: `show(tokens, report)`."""
+    """A bar in a terminal, plain lines elsewhere: `show(tokens, report)`.
+
+    A line comes after 4,096 tokens or 20 seconds, whichever is first, and at the end.
+    """
+
+    seconds = 20.0
 
     def __init__(self, name: str, total: int) -> None:
-        self.name, self.total, self.said = name, total, 0
+        self.name, self.total, self.said, self.at = name, total, 0, time.monotonic()
         self.bar: Any = None
 
     def __enter__(self) -> Any:
@@ -304,8 +313,10 @@ class _Bar:
         note = f"loss {report.loss:.4f}  {speed:,.0f} tokens/s" if report else ""
         if self.bar is not None:
             self.bar.update(self.task, completed=tokens, note=note)
-        elif report and (tokens == self.total or tokens - self.said >= 4096):
-            self.said = tokens
+            return
+        waited = time.monotonic() - self.at >= self.seconds
+        if report and (tokens == self.total or tokens - self.said >= 4096 or waited):
+            self.said, self.at = tokens, time.monotonic()
             _say(f"{self.name}: {tokens:,}/{self.total:,} tokens  {note}")
 
     def __exit__(self, *error: object) -> None:

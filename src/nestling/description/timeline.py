@@ -107,9 +107,9 @@ class Timeline:
         """The timeline as SVG.
 
         numbers: what stands at the end of each level's row, by the level's name, in place of the
-            distance it has moved.
+            length of its path.
         """
-        legend = "a bar is an update, its height the surprise; the line is the way gone so far"
+        legend = "a bar is an update, its height the surprise; the line is its path so far"
         parts = [text(24, 34, "Who changed when", 19, bold=True), text(24, 56, legend, 12, QUIET)]
         for place, level in enumerate(self.levels):
             colour = COLOURS[place % len(COLOURS)]
@@ -153,7 +153,7 @@ class Timeline:
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
         )
-        parts.append(text(WIDTH - RIGHT + 12, y + 20, number or f"way {total:.3g}", 12, INK))
+        parts.append(text(WIDTH - RIGHT + 12, y + 20, number or f"path {total:.3g}", 12, INK))
         parts.append(text(WIDTH - RIGHT + 12, y + 38, f"{what} \u2264 {most:.3g}", 12, QUIET))
         if lost := sum(not math.isfinite(s + u.step) for s, u in zip(surprises, updates)):
             parts.append(text(WIDTH - RIGHT + 12, y + 56, f"{lost} not finite", 12, "#b91c1c"))

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -291,7 +291,15 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # the memory state is the cache, and the model makes it
+        return False  # the memory state is the cache: _prepare_cache_for_generation
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        """Give `generate` a cache before it reads, so that it can read a prompt in pieces."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache is not False and "past_key_values" not in model_kwargs:
+            model_kwargs["past_key_values"] = self.make_cache()
 
     def make_cache(self, states: tuple[Any, ...] | None = None, seen: int = 0) -> MemoryCache:
         """A cache that holds these states after `seen` tokens; an empty one without."""

@@ -62,7 +62,7 @@ def tell(story: Story) -> Page:
         page.text(line)
     page.text(
         "Two small language models of equal size were trained on the same invented chronicles, both"
-        " with levels that learn while they read: Hope, whose layers are self-modifying memories,"
+        " with levels that learn while they read: Hope, whose layers are steered memories,"
         " and a Transformer with window attention (the recipe hope_attention). Then both met"
         " documents they had never seen."
     )
@@ -173,7 +173,7 @@ def _levels(page: Page, story: Story) -> None:
                 f"{level.rate:g}",
                 counts[name],
                 f"{story.distances[name][-1][1]:.3f}",
-                f"{story.worth[name]:+.4f}",
+                f"{story.worth[name]:+z.4f}",
             )
             for name, level in story.levels.items()
         ],
@@ -184,7 +184,7 @@ def _levels(page: Page, story: Story) -> None:
     )
     page.figure(
         story.timeline.picture(),
-        "Timeline of the levels: every update, its surprise, and the way its weights have gone.",
+        "Timeline of the levels: every update, its surprise, and the path of its weights.",
         wide=True,
     )
     page.text(

@@ -260,7 +260,7 @@ def hope() -> Recipe:
 
 
 def hope_attention() -> Recipe:
-    """As hope, with window attention in place of self-modifying memories."""
+    """As hope, with window attention in place of steered memories."""
     fields = {"learning": "first_order", "mixer_options": {"attention": {"window": 128}}}
     return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
 

@@ -590,8 +590,16 @@ class Trainer:
         return learning_levels(self.recipe, self.bare, self.memory.step)
 
     def _judge_levels(self) -> None:
-        """Log what each learning level does, and what it is worth."""
-        worth = effects(self.model, self.valid, self.recipe, self.world, self.learning)
+        """Log what each learning level does, and what it is worth.
+
+        Only levels that change within a window are worth something there.
+        """
+        length = self.recipe.data.length
+        chunks = {level.name: level.chunk for level in self.bare.config.memory_levels}
+        levels = [name for name in self.learning if chunks[name] < length]
+        if not levels:
+            return
+        worth = effects(self.model, self.valid, self.recipe, self.world, levels)
         batch = self.batches(self.memory.step, self.world.rank, self.world.size)
         facts = {f"effect/{name}": value for name, value in worth.items()}
         facts |= level_measures(self.model, batch.ids[:1].to(self.world.device), self.learning)
