@@ -176,6 +176,17 @@ LEVELS: dict[str, Model] = {
         fields=_TRAINED,
     ),
     "gated_delta": ARMS["gated_delta"],
+    "gated_delta_bytes": Model(
+        title="gated DeltaNet, trained with a learning MLP",
+        model="gated_delta",
+        fields={
+            **_TRAINED,
+            "channel": "cms",
+            "topology": "parallel",
+            "activation": "swiglu",
+            "levels": [{**_levels("hope", lambda levels: levels[:1])[0], "name": "mlp"}],
+        },
+    ),
     "transformer": ARMS["transformer"],
 }
 """Models of the studies of levels: the default ones, and Hopes that learn in training too."""

@@ -68,7 +68,9 @@ def test_the_studies_of_levels_have_the_default_hope_and_forms_of_it():
     assert default.deviations(made["plain"]) == {}
     assert default.deviations(made["hope"]) == {"learning": "first_order"}
     trained = {name for name, config in made.items() if config.learns_in_training}
-    assert trained == {"hope", "hope_bytes", "hope_few", "one", "by_rate", "attention"}
+    assert trained == {
+        "hope", "hope_bytes", "hope_few", "one", "by_rate", "attention", "gated_delta_bytes",
+    }  # fmt: skip
     for name in ("one", "by_rate"):
         assert set(default.deviations(made[name])) == {"learning", "levels"}
     three = made["hope"].memory_levels
@@ -85,7 +87,12 @@ def test_the_studies_of_levels_have_the_default_hope_and_forms_of_it():
 def test_arms_of_levels_take_equal_compute_and_over_few_books_equal_data():
     protocol = levels.Protocol()
     spent = {n: protocol.steps_of(n, trial=False) * c for n, c in protocol.costs.items()}
-    assert set(protocol.costs) | set(levels.FROM_LM) == set(default.LEVELS)
+    assert set(default.LEVELS) == {
+        *protocol.costs, *levels.FROM_LM, "gated_delta_bytes",
+    }  # fmt: skip
+    assert protocol.steps_of("gated_delta_bytes", trial=False) == protocol.steps(
+        levels.SIZE, trial=False
+    )
     assert max(spent.values()) < 1.01 * min(spent.values())
     few = {protocol.steps_of(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
     assert len(few) == 1
