@@ -52,7 +52,8 @@ FROM_LM = {
 FEW = ", few books"
 ARMS = {
     **default.LEVELS,
-    **{f"{name}_few": default.LEVELS[name] for name in ("hope", "plain", "transformer")},
+    "hope_few": default.TRAINED,
+    **{f"{name}_few": default.LEVELS[name] for name in ("plain", "transformer")},
 }
 
 
@@ -256,24 +257,31 @@ class Question(NamedTuple):
     their_on: bool = False
 
 
-QUESTIONS = (
-    Question("plain", "plain", our_on=True),
-    Question("plain", "gated_delta", our_on=True),
-    Question("plain", "gated_delta", our_on=True, their_on=True),
-    Question("plain", "transformer", our_on=True, their_on=True),
-    Question("hope_bytes", "plain", goal=0.10),
-    Question("hope_bytes", "plain", goal=0.03, their_on=True),
-    Question("hope_bytes", "gated_delta_bytes"),
-    Question("gated_delta_bytes", "gated_delta", their_on=True),
-    Question("hope", "plain", goal=0.10),
-    Question("hope", "plain", goal=0.03, their_on=True),
-    Question("hope", "one"),
-    Question("hope", "by_rate"),
-    Question("attention", "attention_plain", goal=0.10),
-    Question("attention", "attention_plain", goal=0.03, their_on=True),
-    Question("hope_few", "plain_few"),
-    Question("hope_few", "plain_few", their_on=True),
-)
+QUESTIONS: dict[str, tuple[Question, ...]] = {
+    "Levels that learn while they read, of models trained plain": (
+        Question("plain", "plain", our_on=True),
+        Question("plain", "gated_delta", our_on=True),
+        Question("plain", "gated_delta", our_on=True, their_on=True),
+        Question("plain", "transformer", our_on=True, their_on=True),
+    ),
+    "Training with learning levels, on as many bytes": (
+        Question("hope_bytes", "plain", goal=0.10),
+        Question("hope_bytes", "plain", goal=0.03, their_on=True),
+        Question("hope_bytes", "gated_delta_bytes"),
+        Question("gated_delta_bytes", "gated_delta", their_on=True),
+    ),
+    "The same over few books, as many steps": (
+        Question("hope_few", "plain_few"),
+        Question("hope_few", "plain_few", their_on=True),
+    ),
+    "At equal compute": (
+        Question("hope", "plain", goal=0.10),
+        Question("hope", "plain", goal=0.03, their_on=True),
+        Question("attention", "attention_plain", goal=0.10),
+        Question("attention", "attention_plain", goal=0.03, their_on=True),
+    ),
+    "Several levels": (Question("hope", "one"), Question("hope", "by_rate")),
+}
 """What the page answers, as far as there are runs."""
 
 
@@ -289,22 +297,17 @@ def findings(study: Study, found: Mapping[tuple[str, str], Cell]) -> list[str]:
         return study.arms.get(arm, arm) + how
 
     said = []
-    for ask in QUESTIONS:
-        gaps = paired(values(ask.ours, ask.our_on), values(ask.theirs, ask.their_on))
-        if gaps:
-            aim = f" (goal: {-ask.goal:g})" if ask.goal else ""
-            both = f"{called(ask.ours, ask.our_on)} against {called(ask.theirs, ask.their_on)}"
-            said.append(f"{both}: {judged(gaps, higher=False)}{aim}")
-    end = [
-        statistics.fmean(run["positions"][-4:]) - statistics.fmean(run["positions"][1:5])
-        for run in found.get(("books", "hope"), Cell({})).runs.values()
-    ]
-    if end:
-        said.append(
-            f"Hope's loss at the end of the streams less that after the first window: {show(end)}"
-        )
-    head = "Loss in nats per byte, negative is better; shown means ahead at 95%."
-    return [head, *(f"{line}." for line in said)]
+    for head, asked in QUESTIONS.items():
+        answers = []
+        for ask in asked:
+            gaps = paired(values(ask.ours, ask.our_on), values(ask.theirs, ask.their_on))
+            if gaps:
+                aim = f", goal {-ask.goal:g}" if ask.goal else ""
+                both = f"{called(ask.ours, ask.our_on)} against {called(ask.theirs, ask.their_on)}"
+                answers.append(f"{both}: {judged(gaps, higher=False)}{aim}")
+        if answers:
+            said.append(f"{head} (nats per byte, negative is ahead): {'; '.join(answers)}.")
+    return said
 
 
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
