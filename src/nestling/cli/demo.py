@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nestling.cli import Parser
+from nestling.cli.options import whole
 
 NAMES = {"hope": "Hope", "hope_attention": "Transformer"}
 PASSAGE = 420  # characters of a shaded passage
@@ -27,9 +28,11 @@ def parser() -> Parser:
         "plots. Needs no network; a few minutes on 2 cores.",
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
-    made.add_argument("--steps", type=int, default=120, help="training steps of each model")
-    made.add_argument("--documents", type=int, default=4, help="unseen documents to stream")
-    made.add_argument("--characters", type=int, default=6000, help="length of those documents")
+    made.add_argument("--steps", type=whole(), default=120, help="training steps of each model")
+    made.add_argument("--documents", type=whole(), default=4, help="unseen documents to stream")
+    made.add_argument(
+        "--characters", type=whole(600), default=6000, help="length of those documents"
+    )
     made.add_argument("--seed", type=int, default=0, help="of all random choices (0)")
     return made
 
@@ -48,10 +51,6 @@ class Arm(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, stream, compare, report."""
-    if arguments.steps < 1 or arguments.documents < 1:
-        raise ValueError("--steps and --documents must be at least 1")
-    if arguments.characters < 600:
-        raise ValueError(f"--characters must be at least 600; got {arguments.characters}")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"--out: {arguments.out} is not a folder")
     from nestling.report.story import tell

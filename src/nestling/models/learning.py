@@ -29,7 +29,7 @@ from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.memories.core import pack
 from nestling.models.cache import Learned, MemoryCache
-from nestling.models.packing import Documents, as_rows
+from nestling.models.packing import Documents, as_documents, as_rows
 from nestling.tree import state_select
 
 __all__ = [
@@ -166,10 +166,10 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
     made = _learn(
         model,
         request._replace(
-            ids=_as_documents(request.ids, layout, 0),
+            ids=as_documents(request.ids, layout),
             mask=layout.mask,
             cache=cache,
-            targets=None if targets is None else _as_documents(targets, layout, IGNORE),
+            targets=None if targets is None else as_documents(targets, layout, IGNORE),
             keep_logits=True,
         ),
     )
@@ -481,9 +481,3 @@ def _whole(model: Any, request: Request) -> Iterator[None]:
         if request.targets is None and request.meta is None:
             for part in parts:
                 part.reshard()
-
-
-def _as_documents(ids: Tensor, layout: Documents, fill: int) -> Tensor:
-    """Packed rows of whole numbers [B, T] as documents [N, L], `fill` where one has ended."""
-    out = ids.new_full(layout.mask.shape, fill)
-    return out.index_put((layout.number, layout.column), ids)

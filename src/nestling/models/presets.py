@@ -91,6 +91,15 @@ BASE = Size(width=512, layers=12, heads=8, vocabulary=32_000, parameters=60_000_
 PAPER_760M = Size(width=1024, layers=24, heads=16, vocabulary=32_000, parameters=760_000_000)
 PAPER_1B3 = Size(width=1536, layers=24, heads=16, vocabulary=32_000, parameters=1_300_000_000)
 
+SIZES = {
+    "tiny": TINY,
+    "small": SMALL,
+    "base": BASE,
+    "hope_760m": PAPER_760M,
+    "hope_1b3": PAPER_1B3,
+}
+"""The sizes by the names of their presets."""
+
 
 def tiny(model: str = "hope", **fields: Any) -> NestlingConfig:
     """About 1M parameters, bytes: tests, demonstrations, a laptop."""
