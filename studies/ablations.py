@@ -8,11 +8,10 @@ row differs from the first in one thing only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from studies import default, lm
-from studies.harness.command import run_study
 from studies.harness.page import Page
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study
@@ -72,8 +71,3 @@ def study(quick: bool = False) -> Study:
         page_name="ablations",
         needs=("seconds", "valid", "parameters"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

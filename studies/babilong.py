@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from nestling.evaluate import babilong
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import wilson
 from studies.tasks.long import Curriculum, stories
 from studies.tasks.reading import Plan, bare, length_page, mean, mean_of, short, train_and_read
@@ -154,23 +153,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="babilong",
-        protocol=protocol,
         tasks=("stories",),
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="babilong",
         needs=("seconds", "parameters", "loss"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

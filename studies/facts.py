@@ -40,7 +40,6 @@ from nestling.files import write_atomic
 from nestling.losses import pair_losses
 from studies.adapt.texts import Base, book
 from studies.adapt.tuned import Tuned, adamw, sgd
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
@@ -471,8 +470,3 @@ def study(quick: bool = False) -> Study:
         page_name="facts",
         needs=("seconds", "before", "points"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -20,7 +20,6 @@ import torch
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.models import keep_model, kept_model
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
@@ -224,8 +223,3 @@ def _title(made: Sequence[int]) -> str:
     if not made:
         return "none"
     return f"{len(made)}: every {', '.join(map(str, made))} tokens"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -9,15 +9,14 @@ chosen by the training loss alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, verdict
 from studies.tasks.long import Curriculum, needles
 from studies.tasks.reading import Plan, bare, length_page, score_of, short, train_and_read
@@ -152,23 +151,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="niah",
-        protocol=protocol,
         tasks=("needles",),
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="needles",
         needs=("seconds", "parameters", "loss"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -59,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     hope, transformer = (_train(name, arguments) for name in NAMES)
     ids = _unseen(hope.tokenizer, arguments)
     readers = _readers(hope, transformer)
-    _say(f"reading {len(ids)} unseen documents of {ids.shape[1]:,} bytes")
-    read = {reader.name: reader.losses(ids) for reader in _shown(readers)}
-    _say("testing what is left of a document after reading other text")
-    kept = {reader.name: _kept(reader, ids) for reader in _shown(readers)}
+    _say(f"reading {len(ids)} unseen documents of {ids.shape[1]:,} bytes, once more after others")
+    read, kept = {}, {}
+    for reader in readers:
+        _say(f"  {reader.name}")
+        read[reader.name], kept[reader.name] = reader.read(ids), _kept(reader, ids)
     _say("writing")
     story = _story(hope, transformer, ids, read, kept)
     for line in story.result:
@@ -75,17 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     print(f"== {line}", file=sys.stderr, flush=True)
-
-
-def _shown(readers: list[Any]) -> Any:
-    """The readers one after the other, with a bar in a terminal."""
-    if not sys.stderr.isatty():
-        return readers
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(readers, description="reading", console=console, transient=True)
 
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
@@ -150,9 +140,6 @@ class Reader(NamedTuple):
                 ids, past_key_values=cache, use_cache=cache is not None, learn=self.learn
             )
         return pair_losses(out.logits[:, :-1], ids[:, 1:])
-
-    def losses(self, ids: Any) -> Any:
-        return self.read(ids)
 
     def begun(self, ids: Any) -> Any:
         """The memory after some text."""
@@ -226,7 +213,7 @@ def _worth(model: Any, ids: Any, all_learn: Any) -> dict[str, float]:
     found = {}
     for name in names:
         some = tuple(each for each in names if each != name)
-        found[name] = float((Reader("", model, some or False).losses(ids) - all_learn).mean())
+        found[name] = float((Reader("", model, some or False).read(ids) - all_learn).mean())
     return found
 
 
@@ -256,7 +243,7 @@ def _story(
     import torch
 
     from nestling.description import Timeline, describe
-    from nestling.report.story import Story
+    from nestling.report.story import Story, Trained
 
     with torch.no_grad():
         updates = hope.model(ids[:1], use_cache=False, measure=True).updates or ()
@@ -277,7 +264,17 @@ def _story(
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return Story(
         result=_result(read, counts, kept),
-        trained=[_trained(arm) for arm in (hope, transformer)],
+        trained=[
+            Trained(
+                name=NAMES[arm.name],
+                parameters=sum(p.numel() for p in arm.model.parameters()),
+                tokens=arm.recipe.run.steps * arm.recipe.run.rows * arm.recipe.data.length,
+                seconds=arm.seconds,
+                best=arm.best,
+                curve=_curve(arm.folder / "metrics.jsonl"),
+            )
+            for arm in (hope, transformer)
+        ],
         documents=len(ids),
         positions={name: _by_position(found) for name, found in read.items()},
         kept=kept,
@@ -288,20 +285,6 @@ def _story(
         distances=far,
         worth=_worth(hope.model, ids, first),
         samples={NAMES[arm.name]: _sample(arm) for arm in (hope, transformer)},
-    )
-
-
-def _trained(arm: Arm) -> Any:
-    from nestling.report.story import Trained
-
-    run = arm.recipe.run
-    return Trained(
-        name=NAMES[arm.name],
-        parameters=sum(p.numel() for p in arm.model.parameters()),
-        tokens=run.steps * run.rows * arm.recipe.data.length,
-        seconds=arm.seconds,
-        best=arm.best,
-        curve=_curve(arm.folder / "metrics.jsonl"),
     )
 
 

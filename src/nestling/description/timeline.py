@@ -138,6 +138,7 @@ class Timeline:
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="#c9d0d8"/>'
         )
         bars, line, way = [], [f"{LEFT},{base}"], 0.0
+        stroke = max(min(700 / max(self.end, 1), 8.0), 0.8)
         for update, surprise in _thinned(list(zip(updates, surprises, strict=True))):
             share = surprise / most if math.isfinite(surprise) else 1.0
             tall = 3 + (room - 3) * share
@@ -146,7 +147,7 @@ class Timeline:
             way += step
             line.append(f"{self._x(update.position):.1f},{base - room * way / (total or 1.0):.1f}")
         parts.append(
-            f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{self._stroke()}"'
+            f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{stroke}"'
             f' opacity="0.45"><title>{escape(level)}</title></path>'
         )
         points = " ".join(_thinned(line))
@@ -161,9 +162,6 @@ class Timeline:
 
     def _x(self, position: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (position - 1) / max(self.end - 1, 1)
-
-    def _stroke(self) -> float:
-        return max(min(700 / max(self.end, 1), 8.0), 0.8)
 
 
 MEASURES = ("loss", "grad_norm", "step", "distance")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from nestling.memories.core import (
 )
 from nestling.norm import unit
 from nestling.scan import BACKENDS
-from nestling.scan.checks import Read, Rule
 from nestling.scan.delta.api import scan_unchecked
 from nestling.scan.delta.step import Token, step, takes
 
@@ -73,25 +72,21 @@ class LinearConfig:
         self, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
-        rule: Rule = "dgd" if self.erase else "gd"
-        return scan_heads(
-            weight, k, v, q, rate, retain,
-            rule=rule, read="after", chunk=self.chunk, backend=self.backend,
-        )  # fmt: skip
-
-
-def scan_heads(
-    weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor,
-    *, rule: Rule, read: Read, chunk: int, backend: str, recompute: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The matrix scan with keys and queries made units; a single token is a step, not a scan."""
-    if k.shape[-2] == 1 and backend == "auto" and takes(weight, k, v, rate):
-        token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
-        return step(weight, token, rule, read)
-    return scan_unchecked(
-        weight, unit(k), v, rate, retain, unit(q),
-        rule=rule, read=read, chunk=chunk, recompute=recompute, backend=backend,
-    )  # fmt: skip
+        rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
+        if k.shape[-2] == 1 and self.backend == "auto" and takes(weight, k, v, rate):
+            token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
+            return step(weight, token, rule, "after")
+        return scan_unchecked(
+            weight,
+            unit(k),
+            v,
+            rate,
+            retain,
+            unit(q),
+            rule=rule,
+            chunk=self.chunk,
+            backend=self.backend,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

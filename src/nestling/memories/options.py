@@ -10,7 +10,7 @@ what they meant.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
@@ -45,6 +45,9 @@ GATES: dict[str, Place] = {
     "retain": ("retention", "start", lambda start: (start, start)),
     "retain_max": ("retention", "most", _same),
 }
+
+GROUPED = (Mapping, *GROUPS.values())
+"""The forms in which a whole group may be given."""
 
 FLAT: dict[type, dict[str, Place]] = {
     SelfModifyingConfig: GATES
@@ -87,7 +90,7 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
             _only_titans(name, value)
         elif kind is SelfModifyingConfig and name == "steering":
             _not_steered(value)
-        elif name in flat and not (name in known and _is_group(value)):
+        elif name in flat and not (name in known and isinstance(value, GROUPED)):
             group, option, make = flat[name]
             _put(groups.setdefault(group, {}), option, make(value), group)
         elif name in known and name in GROUPS:
@@ -108,10 +111,6 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
     given |= {name: _group(name, parts, kind) for name, parts in groups.items()}
     build: Callable[..., Config] = kind
     return build(width=width, heads=heads, **given)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, Mapping) or is_dataclass(value)
 
 
 def _put(group: dict[str, Any], option: str, value: Any, name: str) -> None:

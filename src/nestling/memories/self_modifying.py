@@ -437,19 +437,15 @@ def largest_row(rule: SelfRule, momentum: bool, adding: bool) -> float:
 
 def start_gates(readout: Tensor, bias: Tensor, theta: nn.Linear | None, config: Any) -> None:
     """Read-outs near zero, and biases of rate and retention as `config` says."""
+    shares = config.rates.spread(config.heads)
+    kept = config.retention.spread(shares)
     nn.init.normal_(readout, std=0.1 / math.sqrt(readout.shape[-1]))
-    bias.copy_(start_bias(config.rates, config.retention, config.heads))
+    shut = config.rates.shut
+    bias[:, 0] = torch.logit(shut + (1 - shut) * shares)
+    bias[:, 1] = torch.log(kept / (1 - kept))
     if theta is not None:
         nn.init.normal_(theta.weight, std=0.02)
         nn.init.zeros_(theta.bias)
-
-
-def start_bias(rates: Rates, retention: Retention, heads: int) -> Tensor:
-    """The biases of rate and retention with which each head's gates start, [H, 2]."""
-    shares = rates.spread(heads)
-    kept = retention.spread(shares)
-    write = torch.logit(rates.shut + (1 - rates.shut) * shares.double())
-    return torch.stack([write, torch.log(kept / (1 - kept))], -1)
 
 
 def start_memories(first: Tensor, second: Tensor | None) -> None:

@@ -42,11 +42,12 @@ from nestling.memories.core import (
     state_start,
     whole_number,
 )
-from nestling.memories.linear import scan_heads
-from nestling.memories.self_modifying import Rates, Retention, largest_row, start_bias
+from nestling.memories.self_modifying import Rates, Retention, largest_row
 from nestling.norm import rms_norm, unit
 from nestling.scan import BACKENDS
 from nestling.scan.checks import Rule
+from nestling.scan.delta.api import scan_unchecked
+from nestling.scan.delta.step import Token, step, takes
 from nestling.scan.self_modifying.rule import SelfRule, clip
 
 __all__ = ["Steered", "SteeredConfig", "SteeredState"]
@@ -312,8 +313,19 @@ def write_and_read(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reads before each token's own write, and the memory after all: [B, H, T, d] each."""
     v = clip(v, config.clip)
-    return scan_heads(
-        weight, k, v, q, rate, retain,
-        rule=rule, read="before", chunk=config.chunk, backend=config.backend,
-        recompute=config.recompute,
+    if k.shape[-2] == 1 and config.backend == "auto" and takes(weight, k, v, rate):
+        token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
+        return step(weight, token, rule, "before")
+    return scan_unchecked(
+        weight, unit(k), v, rate, retain, unit(q),
+        rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
+        backend=config.backend,
     )  # fmt: skip
+
+
+def start_bias(rates: Rates, retention: Retention, heads: int) -> Tensor:
+    """The biases of rate and retention with which each head's gates start, [H, 2]."""
+    shares = rates.spread(heads)
+    kept = retention.spread(shares)
+    write = torch.logit(rates.shut + (1 - rates.shut) * shares.double())
+    return torch.stack([write, torch.log(kept / (1 - kept))], -1)

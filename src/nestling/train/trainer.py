@@ -455,8 +455,9 @@ class Trainer:
             _finite(self.bare)
         ):
             raise TrainingFailedError(
-                f"training cannot go on from the weights after step {self.memory.step} (loss {loss},"
-                f" gradient norm {norm}); nothing was saved. {ADVICE.format(self.checkpoints)}"
+                f"training cannot go on from the weights after step {self.memory.step} (loss"
+                f" {loss}, gradient norm {norm}); nothing was saved."
+                f" {ADVICE.format(self.checkpoints)}"
             )
         apart = self.bare.config.learns_in_training  # what levels learn stays in micro-batches
         states = {
