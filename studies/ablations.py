@@ -22,7 +22,7 @@ ARMS = {name: default.ARMS[name] for name in ("hope", "hope_printed")} | default
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(lm.Protocol):
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     tokens_per_parameter: float = 5.0
     trial_share: float = 0.2

@@ -34,7 +34,7 @@ K = 1 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     lengths: tuple[int, ...] = (256, 512, 1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K)
     attention: int = 16 * K  # how far attention reads

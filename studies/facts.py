@@ -54,7 +54,7 @@ DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     model: str = "SmolLM2-135M-Instruct, Q4_1, as float32"
     tokens: int = 320

@@ -45,7 +45,7 @@ SIZE = presets.Size(width=32, layers=1, heads=4, vocabulary=16, parameters=24_00
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     strings: int = 10_000
     rows: int = 16

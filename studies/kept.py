@@ -42,7 +42,7 @@ ARMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     training: levels.Protocol
     rate: float = 8e-3

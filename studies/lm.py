@@ -64,7 +64,7 @@ _TRAINING = ("steps", "tokens", "parameters", "train", "seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     tokens_per_parameter: float = 10.0
     length: int = 2048

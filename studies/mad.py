@@ -40,7 +40,7 @@ ARMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     width: int = 64
     layers: int = 2

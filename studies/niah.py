@@ -19,7 +19,7 @@ from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, verdict
 from studies.tasks.long import Curriculum, needles
-from studies.tasks.reading import Plan, bare, length_page, score_of, short, train_and_read
+from studies.tasks.reading import SampleCounts, bare, length_page, score_of, short, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
@@ -36,7 +36,7 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
@@ -55,7 +55,7 @@ class Protocol:
         " by seed, 95% by Student's t"
     )
 
-    def plan(self, arm: str) -> Plan:
+    def plan(self, arm: str) -> SampleCounts:
         """How many samples of each task at each length."""
         most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
         return {

@@ -60,7 +60,7 @@ ARMS: dict[str, tuple[str, Maker]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     image_epochs: float = 10.0
     image_rows: int = 64

@@ -67,7 +67,7 @@ FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     steps: int = 2_000
     questions: int = 512

@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a job is given besides itself: data, a scratch folder of its own, models to keep."""
+    """The places a job may use: data, a scratch folder of its own, models to keep."""
 
     data: Path
     scratch: Path
@@ -50,7 +50,7 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared, and how; `protocol` is the frozen dataclass that the page prints.
+    """A comparison, and how it is made; `protocol` is the frozen dataclass that the page prints.
 
     arms: titles by name, in the order of the tables. settings: what tuning may choose from, as
     many for every arm. borrowed: arms that take the setting of another arm, and so have no trials;

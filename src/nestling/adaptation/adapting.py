@@ -44,7 +44,7 @@ SHARE, MOST = 0.02, 32
 """A memory takes at most this share of the base model's bytes, and this rank, unless asked to."""
 
 FACTORS = 0.9
-"""Of that share for the factors; the rest is for samples of texts, history and descriptions."""
+"""Share of that for the factors; the rest is for samples of texts, history and descriptions."""
 
 
 def adapt(

@@ -54,7 +54,7 @@ PROBE, PROBES = 64, 8
 """Tokens kept of every text to see whether later ones spoil it, and of how many texts."""
 
 NOTHING = 0.05
-"""Of the limit of forgetting: a state that raised held-out losses by no more has spoilt nothing."""
+"""Share of the limit of forgetting by which losses may rise where nothing counts as spoilt."""
 
 SCORED = 1024
 """Tokens of a text whose loss is measured before and after it is learned."""

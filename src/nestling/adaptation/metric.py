@@ -29,7 +29,7 @@ from nestling.continuum.fast import Reading
 from nestling.losses import pair_losses
 
 DAMPING = 0.1
-"""Of the mean second moment, added to all directions: what a short sample cannot tell is small."""
+"""Share of the mean second moment added to all directions, for what a short sample misses."""
 
 
 class Cost(NamedTuple):

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, stream, compare, report."""
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"--out: {arguments.out} is not a folder")
-    from nestling.report.story import tell
+    from nestling.report.demo import demo_page
 
     begin = time.perf_counter()
     hope, transformer = (_train(name, arguments) for name in NAMES)
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"  {reader.name}")
         read[reader.name], kept[reader.name] = reader.read(ids), _kept(reader, ids)
     _say("writing")
-    story = _story(hope, transformer, ids, read, kept)
-    for line in story.result:
+    results = _collect(hope, transformer, ids, read, kept)
+    for line in results.result:
         print(line)
-    path = tell(story).save(arguments.out / "report.html").resolve()
+    path = demo_page(results).save(arguments.out / "report.html").resolve()
     minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
     print(f"report: {path}  (took {minutes} min {seconds:02d} s)")
     return 0
@@ -233,7 +233,7 @@ def _result(read: dict[str, Any], counts: dict[str, int], kept: dict[str, Any]) 
     ]
 
 
-def _story(
+def _collect(
     hope: Arm,
     transformer: Arm,
     ids: Any,
@@ -243,7 +243,7 @@ def _story(
     import torch
 
     from nestling.description import Timeline, describe
-    from nestling.report.story import Story, Trained
+    from nestling.report.demo import DemoResults, Trained
 
     with torch.no_grad():
         updates = hope.model(ids[:1], use_cache=False, measure=True).updates or ()
@@ -262,7 +262,7 @@ def _story(
     counts = {name: sum(u.level == name for u in updates) for name in far}
     first = next(iter(read.values()))
     text = bytes(ids[0].tolist()).decode(errors="replace")
-    return Story(
+    return DemoResults(
         result=_result(read, counts, kept),
         trained=[
             Trained(
@@ -296,7 +296,7 @@ def _curve(path: Path) -> list[tuple[float, float]]:
 
 def _passages(text: str, losses: list[float]) -> list[Any]:
     """The beginning and a later part of a document, word by word with each word's mean loss."""
-    from nestling.report.story import Marked
+    from nestling.report.demo import Marked
 
     later = text.find("\n", len(text) * 3 // 4) + 1
     found = []

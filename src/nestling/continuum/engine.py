@@ -485,7 +485,7 @@ def _retain(state: LevelState, level: MemoryLevel) -> Rate:
 
 
 def _shape(fast: Fast, rank: int | None) -> tuple[Fast, Tensor | float]:
-    """As a level keeps it, a matrix or factors of its rank, and the norm of what that drops."""
+    """A difference as its level keeps it, full or of a rank, and the norm of what that drops."""
     if fast is None:
         return None, 0.0
     return (differences.dense(fast), 0.0) if rank is None else differences.truncate(fast, rank)

@@ -146,7 +146,7 @@ def handier(columns: int, outputs: int, inputs: int, readers: int = 1) -> bool:
 
 
 def handy(fast: Fast) -> Fast:
-    """In the form that is handier for one reader."""
+    """A gradient in the form that is handier for one reader."""
     if not isinstance(fast, Factors):
         return fast
     outputs, inputs, columns = fast.left.shape[-2], *fast.right.shape[-2:]

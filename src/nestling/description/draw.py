@@ -84,7 +84,7 @@ def _row(level: LevelDescription, y: float, colour: str, cycles: float) -> tuple
             x = LEFT + place * (width + GAP)
             dashed = component.kind == "non-parametric"
             drawn.append(
-                box(x, top, width, height, lines, colour, title=_story(component), dashed=dashed)
+                box(x, top, width, height, lines, colour, title=_tooltip(component), dashed=dashed)
             )
             if component.frequency and not dashed:
                 drawn.append(loop(x + width - 18, top + 18, colour))
@@ -149,7 +149,7 @@ def _more(hidden: list[Component], width: float) -> list[TextLine]:
     ]
 
 
-def _story(component: Component) -> str:
+def _tooltip(component: Component) -> str:
     return "\n".join(
         f"{label}: {words}"
         for label, words in (

@@ -143,7 +143,7 @@ def _leaves(state: Any) -> Iterator[tuple[type, str, int]]:
 
 
 def _as_found(optimizer: Optimizer) -> list[Remembered]:
-    """Of an unknown optimizer: the tensors it holds now, nothing about what they are for."""
+    """The tensors that an unknown optimizer holds now; what they are for is not known."""
     sizes: dict[str, int] = {}
     for state in optimizer.state.values():
         for name, value in state.items():

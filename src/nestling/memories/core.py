@@ -75,7 +75,7 @@ __all__ = [
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
-"""Where a state lies and what it is made of; None is as the module's parameters are."""
+"""The device and the dtype of a state; None takes those of the module's parameters."""
 
 
 class Packed(NamedTuple):

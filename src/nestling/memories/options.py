@@ -1,9 +1,9 @@
-"""From plain options, as saved models hold them in JSON, to a memory's configuration.
+"""Make a memory's configuration from plain options, as saved models hold them in JSON.
 
     configure(SelfModifyingConfig, width=64, heads=2, chunk=32, retention={"tied": True})
 
 Groups are given as mappings; what they leave out is as the configuration has it by default.
-Options of before there were groups (`retain_max=0.999`, `negative=True`) are taken too, and mean
+Options from before there were groups (`retain_max=0.999`, `negative=True`) are taken too, and mean
 what they meant.
 """
 
@@ -36,10 +36,10 @@ def _objective(value: Any) -> Any:
     return OBJECTIVES[value]
 
 
-Place = tuple[str, str, Callable[[Any], Any]]
+GroupField = tuple[str, str, Callable[[Any], Any]]
 """A group, its field, and how a plain value becomes the field's."""
 
-GATES: dict[str, Place] = {
+GATES: dict[str, GroupField] = {
     "negative": ("rates", "most", lambda on: 2.0 if on else 1.0),
     "rates": ("rates", "start", _same),
     "retain": ("retention", "start", lambda start: (start, start)),
@@ -49,7 +49,7 @@ GATES: dict[str, Place] = {
 GROUPED = (Mapping, *GROUPS.values())
 """The forms in which a whole group may be given."""
 
-FLAT: dict[type, dict[str, Place]] = {
+FLAT: dict[type, dict[str, GroupField]] = {
     SelfModifyingConfig: GATES
     | {
         option.name: (group, option.name, _objective if option.name == "objective" else _same)
@@ -58,7 +58,7 @@ FLAT: dict[type, dict[str, Place]] = {
     },
     TitansConfig: GATES,
 }
-"""Where the options of before the groups went, by configuration."""
+"""The fields that hold options from before there were groups, by configuration."""
 
 TITANS = {
     "adaptive": (), "own_values": False, "objective": "l2", "erase": False, "residual": False,
@@ -142,6 +142,6 @@ def _only_titans(name: str, value: Any) -> None:
 
 
 def _not_steered(value: Any) -> None:
-    """An option of before `nestling.memories.Steered`: without effect at 0, refused otherwise."""
+    """Take an option older than `nestling.memories.Steered` at 0, where it had no effect."""
     if value != 0:
         raise ValueError(STEERED.format(value=value))

@@ -84,7 +84,7 @@ class DGD(RuleOptimizer):
         return Rule(exact.init, step)
 
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
-        """As ever, and for captured weights the pairs."""
+        """The writes of a step, with the pairs of captured weights."""
         items = super().items(group, parameters)
         if group["lr"] == 0:
             return items

@@ -230,7 +230,7 @@ class Checkpoint:
     ) -> None:
         self.path, self.step, self.facts = path, step, facts
         self._skeleton, self._table, self._files, self._types = skeleton, table, files, types
-        self._keys = _top(path, skeleton)
+        self._keys = _named_states(path, skeleton)
 
     @property
     def states(self) -> dict[str, Any]:
@@ -349,7 +349,7 @@ def _table(
     return table
 
 
-def _top(path: Path, skeleton: Any) -> dict[str, Any]:
+def _named_states(path: Path, skeleton: Any) -> dict[str, Any]:
     """The skeletons of the states by name."""
     items = skeleton.get("dict") if isinstance(skeleton, dict) else None
     try:

@@ -30,7 +30,7 @@ GPUS = {
     "h100": Gpu(989e12, 80e9, 450e9),
     "b200": Gpu(2250e12, 180e9, 900e9),
 }
-"""From the makers' data sheets."""
+"""GPUs by name, with the figures of their makers' data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from nestling.train.optimizers import build, by_level
 from nestling.train.packed import PackedCorpus, prepare
 from nestling.train.progress import Progress, preparing
 from nestling.train.recipe import Recipe
-from nestling.train.step import Gradients, Restarts, gradients, level_norms, loss_sum, precision
+from nestling.train.step import FreshRows, Gradients, gradients, level_norms, loss_sum, precision
 from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
 from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
@@ -116,7 +116,7 @@ def _export(trainer: Trainer, folder: Path) -> None:
         with _without_bars():
             trainer.bare.save_pretrained(folder, state_dict=weights)
         trainer.encoder.tokenizer.save_pretrained(folder)
-        said = model_card(trainer.bare.config, training=_story(trainer))
+        said = model_card(trainer.bare.config, training=_how_trained(trainer))
         (folder / "README.md").write_text(said, encoding="utf-8")
         trainer.progress.say(f"saved the model in {folder}")
     trainer.world.barrier()
@@ -136,7 +136,7 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _story(trainer: Trainer) -> str:
+def _how_trained(trainer: Trainer) -> str:
     """How a model was trained, for its card."""
     recipe, memory = trainer.recipe, trainer.memory
     tokens = memory.step * recipe.run.rows * recipe.data.length
@@ -384,7 +384,7 @@ class Trainer:
                 "data.carry=true with levels that learn while they read runs in one process: each"
                 f" row is at a place of its own, and there are {world.size}; set data.carry=false"
             )
-        self.restarts = Restarts(self.bare.model.layers) if keep else None
+        self.fresh_rows = FreshRows(self.bare.model.layers) if keep else None
         self.model: Any = world.distribute(self.bare, recipe.run.strategy)
         if recipe.run.compile:
             self.model = torch.compile(self.model)
@@ -522,7 +522,7 @@ class Trainer:
             self.recipe.run,
             self.world,
             self.carry,
-            self.restarts,
+            self.fresh_rows,
             learn=self.learning or False,
         )
         norm = _norm(self.bare, optim.clip)

@@ -573,7 +573,7 @@ def _chosen(choice: Tensor | None, segment: int, grad: Tensor) -> Tensor:
 def _join(
     fresh: tuple[bool, ...], dstack: Tensor, dbegun: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Where a chunk begins its start is the running stack: gradients of the start flow there."""
+    """Add the gradient of a chunk's start to that of the stack, where the chunk begins."""
     if dbegun is None or not any(fresh):
         return dstack, dbegun
     if all(fresh):
