@@ -29,8 +29,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import NamedTuple
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 90  # of processor time: a wrong version that takes more counts as crashed
@@ -200,10 +200,20 @@ def lines_run(tests: Sequence[str]) -> set[tuple[str, int]]:
     if child == 0:
         os.close(read)
         seen: set[CodeType] = set()
-        sys.setprofile(lambda frame, event, _: seen.add(frame.f_code) if event == "call" else None)
+
+        def watch(also: Any, put: Any = sys.setprofile) -> None:
+            def profile(frame: FrameType, event: str, argument: object) -> None:
+                if event == "call":
+                    seen.add(frame.f_code)
+                if also is not None:
+                    also(frame, event, argument)
+
+            put(profile)
+
+        sys.setprofile = watch  # tests/conftest.py puts a profile of its own around each test
+        watch(None)
         with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
             _run(None, tests)
-        sys.setprofile(None)
         inside = [code for code in seen if code.co_filename.startswith(str(ROOT / "src"))]
         lines = {(c.co_filename, line) for c in inside for *_, line in c.co_lines() if line}
         with os.fdopen(write, "w") as told:

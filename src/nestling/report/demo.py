@@ -103,10 +103,10 @@ def _reading(page: Page, results: DemoResults) -> None:
     page.heading("Reading on")
     page.text(
         f"Each of the {results.documents} new documents tells of another valley, with people,"
-        " places and words invented for it. The language is familiar; the facts can only be learned while"
-        " reading. The same Hope reads them three times: with all levels learning, with only the"
-        " fastest one, and with all of them frozen, when only its memories go on. The Transformer's"
-        " levels learn, too; its attention sees a window."
+        " places and words invented for it. The language is familiar; the facts can only be"
+        " learned while reading. The same Hope reads them three times: with all levels learning,"
+        " with only the fastest one, and with all of them frozen, when only its memories go on. The"
+        " Transformer's levels learn, too; its attention sees a window."
     )
     page.figure(
         _curves(results.positions, x=WHERE, y="loss (nats per byte)", log_x=True),
