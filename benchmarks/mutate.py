@@ -201,7 +201,9 @@ def lines_run(tests: Sequence[str]) -> set[tuple[str, int]]:
         os.close(read)
         seen: set[CodeType] = set()
 
-        def watch(also: Any, put: Any = sys.setprofile) -> None:
+        put = sys.setprofile
+
+        def watch(also: Any) -> None:
             def profile(frame: FrameType, event: str, argument: object) -> None:
                 if event == "call":
                     seen.add(frame.f_code)
@@ -214,6 +216,7 @@ def lines_run(tests: Sequence[str]) -> set[tuple[str, int]]:
         watch(None)
         with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
             _run(None, tests)
+        put(None)
         inside = [code for code in seen if code.co_filename.startswith(str(ROOT / "src"))]
         lines = {(c.co_filename, line) for c in inside for *_, line in c.co_lines() if line}
         with os.fdopen(write, "w") as told:

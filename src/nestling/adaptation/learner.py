@@ -34,7 +34,7 @@ from nestling.adaptation.metric import model_metric
 from nestling.adaptation.own_text import own_texts
 from nestling.adaptation.peft_export import LowRank, save_peft
 from nestling.adaptation.slots import left_out
-from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, MemoryLevel
+from nestling.continuum import Continuum, ContinuumState, Factors, Fast, MemoryLevel
 from nestling.continuum import fast as differences
 from nestling.continuum.engine import check_move, move
 from nestling.continuum.fast import Reading, cut, weight_of
@@ -59,8 +59,7 @@ NOTHING = 0.05
 SCORED = 1024
 """Tokens of a text whose loss is measured before and after it is learned."""
 
-Levels = tuple[LevelState, ...]
-Progress = Callable[[int, "Report"], None]
+OnProgress = Callable[[int, "Report"], None]
 
 
 @dataclass
@@ -280,7 +279,7 @@ class Learner:
         *,
         name: str | None = None,
         passes: int | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Report:
         """Read a text, token ids, or an iterator of either, and learn from it (Eq. 71).
 

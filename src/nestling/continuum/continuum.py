@@ -14,8 +14,8 @@ from nestling.continuum.fast import Owned, weight_of
 from nestling.continuum.stream import (
     Confine,
     ContinuumState,
-    Metric,
     Output,
+    Precondition,
     TokenStream,
     begin,
     context_limit,
@@ -73,7 +73,7 @@ class Continuum(nn.Module):
         segment: int | None = None,
         learn_rates: bool = False,
         loss: Loss | None = None,
-        metric: Metric | None = None,
+        metric: Precondition | None = None,
         confine: Confine | None = None,
         natural: bool = False,
     ) -> None:

@@ -31,7 +31,7 @@ from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
-Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
+Precondition = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
 """`metric(slots)`: other inputs [B, n, Di] and surprises [B, n, Do] in place of every slot's."""
 
 Levels = tuple[LevelState, ...]
@@ -212,7 +212,7 @@ class TokenStream:
         keep_logits: bool = True,
         measure: bool = True,
         final: bool = False,
-        metric: Metric | None = None,
+        metric: Precondition | None = None,
         confine: Confine | None = None,
         observe: bool = False,
         recompute: bool = False,

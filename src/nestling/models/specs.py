@@ -37,9 +37,9 @@ from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
 from nestling.memories.steered import Steered, SteeredConfig
 from nestling.memories.titans import Titans, TitansConfig
 
-Part = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
+MemoryKind = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
 
-MIXERS: dict[str, Part] = {
+MIXERS: dict[str, MemoryKind] = {
     "attention": (AttentionConfig, Attention),
     "deltanet": (DeltaNetConfig, LinearMemory),
     "gated_delta": (GatedDeltaConfig, LinearMemory),
