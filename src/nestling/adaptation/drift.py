@@ -233,10 +233,6 @@ class Snapshots:
             )
         return others[-which]
 
-    def latest(self, now: ContinuumState) -> ContinuumState:
-        """The last state that was kept; `now` where none is."""
-        return next(reversed(self.states()), now)
-
     def states(self) -> list[ContinuumState]:
         """All kept states."""
         return [state for state, _ in self._kept.values()]

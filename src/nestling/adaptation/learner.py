@@ -497,7 +497,7 @@ class Learner:
 
     def _refuse(self, alarm: Alarm, report: Report, good: ContinuumState | None = None) -> None:
         """Go on from before the text that was begun, a `good` state or the last one; say so."""
-        name, good = self._begun or (None, good or self._snapshots.latest(self.state))
+        name, good = self._begun or (None, good or [self.state, *self._snapshots.states()][-1])
         self.state, self._begun, self._last = self.continuum.new_context(good), None, {}
         report.alarms.append(alarm)
         report.refused = True

@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     fixed = [s for s in arguments.settings if not is_axis(s)]
     recipe = changed(get_recipe(arguments.recipe), fixed)
-    space = read_space([s for s in arguments.settings if is_axis(s)] or [_usual(recipe)])
+    usual = f"optim.lr={recipe.optim.lr / 3:.3g}..{recipe.optim.lr * 3:.3g}"
+    space = read_space([s for s in arguments.settings if is_axis(s)] or [usual])
     check(recipe)
     most = max(2, *(len(axis.choices) for axis in space)) - 1
     for place in range(most + 1):  # both ends and every choice, before any work
@@ -95,11 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
         _same_search(folder, arguments.recipe, fixed, space)
         results = _search(arguments, recipe, space, folder)
     return _tell(arguments.recipe, fixed, space, results, recipe)
-
-
-def _usual(recipe: Recipe) -> str:
-    """The search when nothing is named: the rate, from a third to three times its value."""
-    return f"optim.lr={recipe.optim.lr / 3:.3g}..{recipe.optim.lr * 3:.3g}"
 
 
 def _levels(recipe: Recipe) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch
 
 from nestling.continuum import Block
 from nestling.models.configuration import NestlingConfig
-from nestling.models.specs import MIXERS, ChannelSpec, MixerSpec
+from nestling.models.specs import MIXERS
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
 __all__ = [
@@ -182,15 +182,11 @@ def parameter_count(config: NestlingConfig) -> int:
         mixer, channel = config.mixer_spec(layer), config.channel_spec(layer)
         kind = mixer.name, channel.name
         if kind not in counted:
-            counted[kind] = _block_parameters(mixer, channel)
+            with torch.device("meta"):
+                block = Block(mixer.build(), channel.build())
+            counted[kind] = sum(weight.numel() for weight in block.parameters())
         total += counted[kind]
     return total
-
-
-def _block_parameters(mixer: MixerSpec, channel: ChannelSpec) -> int:
-    with torch.device("meta"):
-        block = Block(mixer.build(), channel.build())
-    return sum(weight.numel() for weight in block.parameters())
 
 
 def _fit(parameters: int, given: dict[str, Any]) -> int:

@@ -51,16 +51,6 @@ def choose(backend: str, *, any_order: bool, refusal: str | None) -> str:
     return "triton" if backend != "chunk" and refusal is None and not any_order else "chunk"
 
 
-def _refusal(
-    rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Tensor
-) -> str | None:
-    if "triton" not in INSTALLED:
-        return MISSING_TRITON
-    from nestling.scan.self_modifying.triton import refusal
-
-    return refusal(inputs, weights, position)
-
-
 def scan_self_modifying(
     rule: SelfRule,
     inputs: Inputs,
@@ -84,8 +74,13 @@ def scan_self_modifying(
     """
     if backend not in SELF_BACKENDS:
         one_of("backend", backend, SELF_BACKENDS)
-    asked = inputs.x.is_cuda or backend == "triton"
-    why = _refusal(rule, inputs, weights, position) if asked else "not on CUDA"
+    why: str | None = "not on CUDA"
+    if inputs.x.is_cuda or backend == "triton":
+        why = MISSING_TRITON
+        if "triton" in INSTALLED:
+            from nestling.scan.self_modifying.triton import refusal
+
+            why = refusal(inputs, weights, position)
     if choose(backend, any_order=is_any_order(), refusal=why) == "triton":
         from nestling.scan.self_modifying.triton import scan_triton
 
