@@ -30,6 +30,7 @@ STUDIES = {
     "adapt": ("studies.adapt.command", "do pretrained models learn a stream without forgetting?"),
     "continual": ("studies.continual.study", "class after class on frozen bases (Fig. 6)"),
     "timescales": ("studies.continual.timescales", "do several time scales earn their place?"),
+    "beyond": ("studies.continual.beyond", "streams of pictures and of reading"),
     "languages": ("studies.languages.study", "new languages, one after another (Fig. 8)"),
     "optim": ("studies.optim.command", "do the optimizers do what the paper says?"),
 }

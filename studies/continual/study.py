@@ -73,16 +73,24 @@ class Learner(Protocol):
 
 
 def accuracies(
-    scores: Tensor, y: Tensor, tasks: Sequence[Sequence[int]], seen: Sequence[int]
+    scores: Tensor,
+    y: Tensor,
+    tasks: Sequence[Sequence[int]],
+    seen: Sequence[int],
+    *,
+    told: bool = False,
 ) -> list[float]:
-    """The accuracy on each task's examples among all classes seen; 0 for a task not yet learned."""
-    mask = torch.full((scores.shape[1],), -math.inf)
-    mask[list(seen)] = 0.0
-    right = (scores + mask).argmax(1) == y
+    """The accuracy on each task's examples among all classes seen; 0 for a task not yet learned.
+
+    told: a learner is told the task, and chooses among its classes alone.
+    """
     found = []
     for task in tasks:
         own = torch.isin(y, torch.tensor(list(task)))
-        found.append(float(right[own].double().mean()) if set(task) <= set(seen) else 0.0)
+        mask = torch.full((scores.shape[1],), -math.inf)
+        mask[list(task if told else seen)] = 0.0
+        right = (scores[own] + mask).argmax(1) == y[own]
+        found.append(float(right.double().mean()) if set(task) <= set(seen) else 0.0)
     return found
 
 
@@ -93,10 +101,11 @@ def run_stream(
     tasks: Sequence[Sequence[int]],
     *,
     last: bool = False,
+    told: bool = False,
 ) -> tuple[list[list[float]], float]:
     """The accuracy matrix R, and processor seconds of learning; `last`: only its last row counts.
 
-    A joint learner sees all tasks at once, and its row stands for all.
+    told: as for `accuracies`. A joint learner sees all tasks at once, and its row stands for all.
     """
     matrix: list[list[float]] = []
     seen: list[int] = []
@@ -111,7 +120,8 @@ def run_stream(
         seconds += time.process_time() - begin
         seen += classes
         if not last or number == len(groups) - 1:
-            matrix.append(accuracies(learner.scores(test[0]), test[1], tasks, seen))
+            scores = learner.scores(test[0])
+            matrix.append(accuracies(scores, test[1], tasks, seen, told=told))
     if len(matrix) < len(tasks):
         matrix = matrix[-1:] * len(tasks)
     return matrix, seconds
