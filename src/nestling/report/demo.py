@@ -48,7 +48,7 @@ class DemoResults:
 
 
 def demo_page(results: DemoResults) -> Page:
-    """The page."""
+    """Make the page."""
     first, *more = results.result
     page = Page("A model whose levels learn while it reads", first)
     for line in more:
