@@ -68,7 +68,7 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     told = html.escape(next(line for line in said.err.splitlines() if "loss on the text" in line))
     assert page.index(told) < page.index("<svg")  # the result comes first
     assert "middle" in page
-    assert "svg{max-width:100%" in page  # no horizontal scroll
+    assert "figure svg { width: 100%" in page  # no horizontal scroll
     assert page.count("<th>") == 4  # level, chunk, updates, and one number
     numbers = re.findall(r"drift ([0-9.]+%)", page)
     assert len(numbers) == 3  # the picture and the table say the same
@@ -282,18 +282,18 @@ def test_a_stopped_run_goes_on_to_the_passes_it_was_given(model, text, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--levels", "64,x"], "--levels: whole numbers with commas between"),
-        (["--rate", "fast"], "--rate: a number"),
+        (["--levels", "64,x"], "--levels: must be a whole number; got 'x'"),
+        (["--rate", "fast"], "--rate: must be a number"),
         (["--rate", "0.1,0.2,0.3"], "rate: one for all levels or 2"),
         (["--rule", "sdg"], "rule must be a Rule or one of natural, gd"),
         (["--levels", "512,64"], "rising order; got [512, 64]"),
-        (["--passes", "0"], "--passes must be at least 1"),
+        (["--passes", "0"], "--passes: must be at least 1"),
         (["--out", "nodir/x.html"], "--out: there is no folder nodir"),
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--out", "timeline.png"], "--out: must end in .html or .svg"),
-        (["--limit", "0"], "--limit must be a finite number above 0"),
+        (["--limit", "0"], "--limit: must be a finite number above 0"),
     ],
 )
 def test_mistakes_get_one_line(model, text, tmp_path, arguments, said, capsys):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 DAMPING = 0.1
-"""Of the mean second moment, added to all directions: what was hardly ever seen is uncertain."""
+"""Share of the mean second moment added to all directions: the hardly ever seen is uncertain."""
 
 PACE = 0.05
 """How much of the average each observation replaces."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from nestling.description.description import Component, Description
@@ -78,7 +78,7 @@ def _outer(model: nn.Module, optimizer: Optimizer | None, notes: list[str]) -> l
     frozen = {id(p): name for name, p in model.named_parameters() if not p.requires_grad}
     components: list[Component] = []
     for part in parts(optimizer) if optimizer else ():
-        held = [id(p) for p in _parameters(part.optimizer)]
+        held = [id(p) for group in part.optimizer.param_groups for p in group["params"]]
         own = {key: weights.pop(key) for key in held if key in weights}
         if len(own) < len(held):
             notes.append(
@@ -162,10 +162,6 @@ def _module(name: str) -> str:
     if not numbers:
         return ".".join(path)
     return ".".join(path[: max(numbers[-1] + (1 if len(numbers) > 1 else 2), 1)])
-
-
-def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _distinct(components: list[Component]) -> list[Component]:

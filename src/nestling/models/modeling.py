@@ -443,7 +443,9 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             items=options.get("num_items_in_batch"),
             meta=order if grad and not once else None,
             learn=learn,
-            keep_logits=targets is not None or not _only_last(logits_to_keep),
+            keep_logits=targets is not None
+            or isinstance(logits_to_keep, Tensor)
+            or logits_to_keep != 1,
             measure=measure,
             hidden=bool(hidden),
         )
@@ -479,10 +481,6 @@ def _chosen(states: tuple[Tensor, ...] | None, asked: Any) -> tuple[Tensor | Non
     if states is None or not isinstance(asked, (list, tuple, set)):
         return states
     return tuple(each if n in asked else None for n, each in enumerate(states[1:]))
-
-
-def _only_last(logits_to_keep: int | Tensor) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 1
 
 
 def _reset(module: nn.Module) -> None:

@@ -37,9 +37,9 @@ from nestling.memories.self_modifying import SelfModifying, SelfModifyingConfig
 from nestling.memories.steered import Steered, SteeredConfig
 from nestling.memories.titans import Titans, TitansConfig
 
-Part = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
+MemoryKind = tuple[type[Any], type[Memory]]  # a memory's configuration and its class
 
-MIXERS: dict[str, Part] = {
+MIXERS: dict[str, MemoryKind] = {
     "attention": (AttentionConfig, Attention),
     "deltanet": (DeltaNetConfig, LinearMemory),
     "gated_delta": (GatedDeltaConfig, LinearMemory),
@@ -120,18 +120,11 @@ def _continuum(spec: ChannelSpec) -> Channel:
     )  # fmt: skip
 
 
-def _feed_forward(spec: ChannelSpec) -> Channel:
-    return FeedForward(spec.width, spec.hidden or 8 * spec.width // 3, eps=spec.eps)
-
-
-def _in_context(spec: ChannelSpec) -> Channel:
-    hidden = spec.hidden or 2 * spec.width
-    return InContext(AdaptiveMLP(spec.width, hidden, spec.heads), eps=spec.eps)
-
-
 CHANNELS: dict[str, Callable[[ChannelSpec], Channel]] = {
     "cms": _continuum,
-    "in_context": _in_context,
-    "swiglu": _feed_forward,
+    "in_context": lambda s: InContext(
+        AdaptiveMLP(s.width, s.hidden or 2 * s.width, s.heads), eps=s.eps
+    ),
+    "swiglu": lambda s: FeedForward(s.width, s.hidden or 8 * s.width // 3, eps=s.eps),
 }
 """Channel memories by name."""

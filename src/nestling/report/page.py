@@ -17,7 +17,7 @@ _STYLE = """
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 17px/1.6 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 46rem; margin: 0 auto; padding: 3rem 1.25rem 5rem; }
-h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .25rem; }
+h1 { font-size: 2rem; line-height: 1.2; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.3rem; margin: 2.5rem 0 .5rem; }
 p.lead { color: var(--soft); font-size: 1.1rem; margin-top: 0; }
 figure { margin: 1.5rem 0; padding: .5rem; border-radius: .5rem; overflow-x: auto; }

@@ -115,14 +115,12 @@ class Shuffled:
         for row in _rows_of(self.rows, rank, world):
             epoch, place = divmod(step * self.rows + row, self.windows)
             number = _permutation(self.windows, self.seed, epoch)[place]
-            windows.append(self._window(int(number)))
+            if self.cross:
+                start = int(number) * self.length
+                windows.append(_Window(start, start + self.length, fresh=True))
+            else:
+                windows.append(_document_window(self.packed, self._edges, int(number), self.length))
         return _collate(self.packed, windows, self.length)
-
-    def _window(self, number: int) -> _Window:
-        if self.cross:
-            start = number * self.length
-            return _Window(start, start + self.length, fresh=True)
-        return _document_window(self.packed, self._edges, number, self.length)
 
 
 def _document_window(packed: PackedCorpus, edges: np.ndarray, number: int, length: int) -> _Window:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,7 +230,7 @@ class Checkpoint:
     ) -> None:
         self.path, self.step, self.facts = path, step, facts
         self._skeleton, self._table, self._files, self._types = skeleton, table, files, types
-        self._keys = _top(path, skeleton)
+        self._keys = _named_states(path, skeleton)
 
     @property
     def states(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class Checkpoint:
         if key not in self._keys:
             raise BrokenFileError(f"{self.path}: no {key} in this checkpoint")
         try:
-            return unpack(_Reading(self._table, read or self.read), self._keys[key], self._types)
+            return unpack(_Lazy(self._table, read or self.read), self._keys[key], self._types)
         except BrokenFileError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -277,23 +277,15 @@ class Checkpoint:
         return rows
 
 
-class _Reading(Mapping[str, Tensor]):
+class _Lazy(dict[str, Any]):
     """The tensors of a checkpoint by name, read when they are asked for."""
 
-    def __init__(self, table: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
-        self._table, self._read = table, read
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        super().__init__(dict.fromkeys(names))
+        self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._table
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
 
 
 def load_checkpoint(
@@ -357,7 +349,7 @@ def _table(
     return table
 
 
-def _top(path: Path, skeleton: Any) -> dict[str, Any]:
+def _named_states(path: Path, skeleton: Any) -> dict[str, Any]:
     """The skeletons of the states by name."""
     items = skeleton.get("dict") if isinstance(skeleton, dict) else None
     try:

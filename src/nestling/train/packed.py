@@ -26,7 +26,7 @@ import numpy as np
 from nestling.files import (
     BrokenFileError,
     BusyError,
-    Part,
+    FilePart,
     expect,
     locked,
     open_regular,
@@ -102,7 +102,7 @@ class PackedCorpus:
             made._verify(manifest.parts)
         return made
 
-    def _verify(self, parts: Sequence[Part]) -> None:
+    def _verify(self, parts: Sequence[FilePart]) -> None:
         follows, before = True, 0
         for part, numbers in zip(parts, (self.tokens, self.starts), strict=True):
             digest, largest = hashlib.sha256(), 0
@@ -235,11 +235,11 @@ class _Hashed:
         self.digest.update(data)
         self.bytes += len(data)
 
-    def finish(self) -> Part:
+    def finish(self) -> FilePart:
         """Make it durable; returns what a manifest says of it."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        return Part(Path(self.file.name).name, self.bytes, self.digest.hexdigest())
+        return FilePart(Path(self.file.name).name, self.bytes, self.digest.hexdigest())
 
 
 Piece = tuple[str, bool]  # text, and whether it ends its document
