@@ -179,7 +179,9 @@ def reading(data: Path, folder: Path, protocol: Protocol, quick: bool) -> Stream
             names[split] += [(family, answer) for _, answer in some]
     known = sorted(set(names[0]))
     number = {name: i for i, name in enumerate(known)}
-    parts = [_encoded(base, t, n, number, folder) for t, n in zip(texts, names, strict=True)]
+    train, valid, test = (
+        _encoded(base, t, n, number, folder) for t, n in zip(texts, names, strict=True)
+    )
     own = {f: [number[name] for name in known if name[0] == f] for f in protocol.families}
 
     def tasks(seed: int) -> Sequence[Sequence[int]]:
@@ -187,7 +189,7 @@ def reading(data: Path, folder: Path, protocol: Protocol, quick: bool) -> Stream
         random.Random(seed).shuffle(order)
         return [own[family] for family in order]
 
-    return Stream(*parts, len(known), tasks, told=True)
+    return Stream(train, valid, test, len(known), tasks, told=True)
 
 
 def _questions(data: Path, family: int, split: str, count: int) -> list[tuple[str, str]]:
@@ -246,8 +248,8 @@ def make(job: Job, context: Context, protocol: Protocol, quick: bool) -> Run:
 LIMITS = (
     "Ours was found on streams of text (page class after class) and taken over unchanged, its two"
     " settings aside.",
-    "The picture base has 0.2M parameters and never saw a label of a class; what it does not see, no"
-    " arm can learn.",
+    "The picture base has 0.2M parameters and never saw a label of a class; what it does not see,"
+    " no arm can learn.",
     "A sentence encoder is not made to follow who went where: the stream compares learners, not"
     " readers. Questions whose answer training does not have are left out.",
     "Nothing here has a second time scale; streams in which things change are on the page of time"

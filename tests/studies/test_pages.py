@@ -18,6 +18,7 @@ PAGES = {
     "lm": ["language_models.md", "language_models.svg", "language_models_appendix.md"],
     "continual": ["continual.md", "continual.svg", "continual_appendix.md"],
     "timescales": ["continual_timescales.md", "continual_timescales.svg"],
+    "beyond": ["continual_beyond.md", "continual_beyond.svg", "continual_beyond_appendix.md"],
 }
 
 
