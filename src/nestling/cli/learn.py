@@ -269,12 +269,9 @@ def _refuse(memory: Path, settings: dict[str, Any]) -> None:
 
 
 def _text(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
+    from nestling.train.corpus import read_text
+
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path}: an empty file")
     return text
