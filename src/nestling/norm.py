@@ -15,46 +15,46 @@ FEW = 8192
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
-    if not _by_hand(x) or x.dtype != weight.dtype:
+    if one_token(x) and x.dtype == weight.dtype:
+        return rms_norm_of_one(x, weight, eps)
+    few = x.numel() < FEW and not torch.is_grad_enabled()
+    if few or not _by_hand(x) or x.dtype != weight.dtype:
         return torch.rms_norm(x, weight.shape, weight, eps)
-    if torch.is_grad_enabled():
-        y: Tensor = _RMSNorm.apply(x, weight, eps)
-        return y
-    if one_token(x):
-        n = x.shape[-1]
-        y = torch.addcmul(constant(0.0, x.dtype), x, weight, value=math.sqrt(n))
-        return y.div_(_length(x).hypot_(constant(math.sqrt(n * eps), x.dtype)))
-    if x.numel() < FEW:
-        return torch.rms_norm(x, weight.shape, weight, eps)
-    return _forward(x, weight, eps)[0]
+    return (
+        _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _forward(x, weight, eps)[0]
+    )
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(|x|^2 + eps)` along the last dimension: never longer than one, zero stays zero."""
-    if not _by_hand(x):
-        return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
-    if torch.is_grad_enabled():
-        y: Tensor = _Unit.apply(x, eps)
-        return y
-    if one_token(x):
-        return x / _length(x).hypot_(constant(math.sqrt(eps), x.dtype))
-    return _unit(x, eps)[0]
-
-
-def clip(x: Tensor, most: float) -> Tensor:
-    """x, shortened to the length `most` along the last dimension where it is longer;
-    differentiable to any order, at zero too."""
-    if one_token(x):
-        return x * (constant(most, x.dtype) / _length(x).clamp_min_(most))
-    longer = (x * x).sum(-1, keepdim=True) * (1 / (most * most))
-    return x * longer.clamp_min(1.0).rsqrt()
+    if _by_hand(x):
+        return _Unit.apply(x, eps) if torch.is_grad_enabled() else _unit(x, eps)[0]
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def one_token(x: Tensor) -> bool:
-    """Whether x [..., T, D] is one token, or its key and query, that is only read on CPU: each
-    operation then costs more than its work, and fewer are worth other rounding."""
-    rows = x.dim() > 1 and x.shape[-2] <= 2 and type(x) is Tensor
-    return rows and not torch.is_grad_enabled() and _by_hand(x)
+    """Whether x [..., T, D] is one token that is only read on CPU: then an operation costs more
+    than its work, and the functions ending in `of_one` take fewer, for other rounding."""
+    if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2 or x.shape[-2] != 1:
+        return False
+    return _by_hand(x)
+
+
+def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in four operations."""
+    n = x.shape[-1]
+    y = torch.addcmul(constant(0.0, x.dtype), x, weight, value=math.sqrt(n))
+    return y.div_(_length(x).hypot_(constant(math.sqrt(n * eps), x.dtype)))
+
+
+def unit_of_one(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`unit` in three operations."""
+    return x / _length(x).hypot_(constant(math.sqrt(eps), x.dtype))
+
+
+def clip_of_one(x: Tensor, most: float) -> Tensor:
+    """x, shortened to the length `most` along the last dimension where it is longer."""
+    return x * (constant(most, x.dtype) / _length(x).clamp_min_(most))
 
 
 @functools.cache

@@ -87,9 +87,7 @@ MEMORIES = {
         SteeredConfig(width=16, heads=1, steering=4, backend=backend)
     ),
     "features": lambda backend: Titans(
-        TitansConfig(
-            width=16, heads=1, expansion=2, features=True, momentum=False, backend=backend
-        )
+        TitansConfig(width=16, heads=1, expansion=2, features=True, momentum=False, backend=backend)
     ),
 }
 

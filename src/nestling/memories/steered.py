@@ -44,12 +44,12 @@ from nestling.memories.core import (
     whole_number,
 )
 from nestling.memories.self_modifying import Rates, Retention, largest_row
-from nestling.norm import clip, one_token, rms_norm, unit
+from nestling.norm import clip_of_one, one_token, rms_norm, rms_norm_of_one, unit, unit_of_one
 from nestling.scan import BACKENDS
 from nestling.scan.checks import Rule
 from nestling.scan.delta.api import scan_unchecked
 from nestling.scan.delta.step import Token, step, takes
-from nestling.scan.self_modifying.rule import SelfRule
+from nestling.scan.self_modifying.rule import SelfRule, clip
 
 __all__ = ["Steered", "SteeredConfig", "SteeredState"]
 
@@ -199,9 +199,9 @@ class Small(nn.Module):
         size, many = self.config.steering, len(self.config.pace)
         inner, raw = self.inward(x).view(-1, many, 1, size + 2).split_with_sizes([size, 2], -1)
         k, v, q = (inner @ self.project.mT).chunk(3, -1)
-        gates = self.rule.rate_and_retain(raw.unsqueeze(-2))
-        read, after = step_of(self.config, "gd", state, k, v, q, *gates)
-        return rms_norm(read, self.norm, 1e-6).view(x.shape[0], 1, -1), after
+        token = token_of(self.config, self.rule, k, v, q, raw)
+        read, after = step(state, token, "gd", "before")
+        return rms_norm_of_one(read, self.norm, 1e-6).view(x.shape[0], 1, -1), after
 
     def ask(self, x: Tensor, state: Tensor) -> Tensor:
         """Normalised reads of the memory as it stands, [B, T, h s]."""
@@ -312,11 +312,10 @@ class Steered(Memory):
             added = small.additions(read)
         parts = shell.project(x).view(x.shape[0], -1, heads, 1, self.width // heads).unbind(1)
         k, v, q = moved(parts[:3], added)
-        raw = moved_gates(self.gates(x).view(-1, heads, 1, 2), added).unsqueeze(-2)
-        gates = self.rule.rate_and_retain(raw)
-        rule: Rule = "dgd" if self.config.erase else "gd"
-        y, weight = step_of(self.config, rule, state.weight, k, v, q, *gates)
-        y = rms_norm(y, shell.norm, 1e-6)
+        raw = moved_gates(self.gates(x).view(-1, heads, 1, 2), added)
+        token = token_of(self.config, self.rule, k, v, q, raw)
+        y, weight = step(state.weight, token, "dgd" if self.config.erase else "gd", "before")
+        y = rms_norm_of_one(y, shell.norm, 1e-6)
         y = y if len(parts) == len(PARTS) else y * silu(parts[-1])
         out = shell.out(y.view(x.shape[0], 1, -1))
         if small is not None and read is not None:
@@ -367,8 +366,9 @@ def write_and_read(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reads before each token's own write, and the memory after all: [B, H, T, d] each."""
     if k.shape[-2] == 1 and config.backend == "auto" and takes(weight, k, v, rate):
-        gates = rate.unsqueeze(-1), retain.unsqueeze(-1)
-        return step_of(config, rule, weight, k, v, q, *gates)
+        both = unit(torch.cat([k, q], -2))
+        token = Token(both, clip(v, config.clip), rate.unsqueeze(-1), retain.unsqueeze(-1))
+        return step(weight, token, rule, "before")
     return scan_unchecked(
         weight, unit(k), clip(v, config.clip), rate, retain, unit(q),
         rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
@@ -376,13 +376,12 @@ def write_and_read(
     )  # fmt: skip
 
 
-def step_of(
-    config: SteeredConfig, rule: Rule, weight: Tensor, k: Tensor, v: Tensor, q: Tensor,
-    rate: Tensor, retain: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`write_and_read` of one token: [B, H, 1, d], gates [B, H, 1, 1]."""
-    both = unit(torch.cat([k, q], -2))
-    return step(weight, Token(both, clip(v, config.clip), rate, retain), rule, "before")
+def token_of(
+    config: SteeredConfig, rule: SelfRule, k: Tensor, v: Tensor, q: Tensor, raw: Tensor
+) -> Token:
+    """What a step takes, from one token's parts [B, H, 1, d] and its gates' read-outs."""
+    gates = rule.rate_and_retain_of_one(raw.unsqueeze(-2))
+    return Token(unit_of_one(torch.cat([k, q], -2)), clip_of_one(v, config.clip), *gates)
 
 
 def start_bias(rates: Rates, retention: Retention, heads: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
-from nestling.norm import clip, constant, one_token
+from nestling.norm import constant
 from nestling.objectives import Objective, dot, l2
 from nestling.scan.checks import is_l2
 
@@ -223,8 +223,6 @@ class SelfRule:
         """
         write, keep = torch.sigmoid(raw).unbind(-1)
         span, scale = self.retain_max - RETAIN_MIN, 1 / (1 - self.shut)
-        if valid is None and one_token(raw):
-            return self._of_one_token(write, keep)
         if self.shut:
             write = softshrink(write, self.shut)  # for numbers above 0 it is relu(write - shut)
         if self.tied:
@@ -237,16 +235,16 @@ class SelfRule:
             rate, retain = rate.masked_fill(~valid, 0.0), retain.masked_fill(~valid, 1.0)
         return rate, retain
 
-    def _of_one_token(self, write: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """`rate_and_retain` of their sigmoids, once more in fewer operations."""
-        zero, least, one = (constant(number, write.dtype) for number in (0.0, RETAIN_MIN, 1.0))
+    def rate_and_retain_of_one(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """`rate_and_retain` of one token on CPU in fewer operations (`nestling.norm.one_token`)."""
+        write, keep = torch.sigmoid(raw).unbind(-1)
+        zero, one = constant(0.0, raw.dtype), constant(1.0, raw.dtype)
         span, scale = self.retain_max - RETAIN_MIN, 1 / (1 - self.shut)
         if self.shut:
             write = softshrink(write, self.shut)
-        retain = torch.add(least, keep, alpha=span)
+        retain = torch.add(constant(RETAIN_MIN, raw.dtype), keep, alpha=span)
         if self.tied:
-            lost = torch.sub(one, retain)
-            retain = torch.addcmul(one, write, lost, value=-scale)
+            retain = torch.addcmul(one, write, torch.sub(one, retain), value=-scale)
         return torch.addcmul(zero, retain, write, value=self.rate_max * scale), retain
 
     def gates_backward(
@@ -311,3 +309,10 @@ def whole(weights: Weights, initial: Weights | None) -> Weights:
     if weights.second is not None and initial.second is not None:
         second = initial.second + weights.second
     return Weights(initial.first + weights.first, second)
+
+
+def clip(u: Tensor, most: float) -> Tensor:
+    """Shortened to the length `most` along the last dimension where longer; differentiable to any
+    order at zero too."""
+    longer = (u * u).sum(-1, keepdim=True) * (1 / (most * most))
+    return u * longer.clamp_min(1.0).rsqrt()
