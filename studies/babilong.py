@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 from nestling.evaluate import babilong
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import wilson
 from studies.tasks.long import Curriculum, stories
-from studies.tasks.reading import Plan, bare, length_page, mean, mean_of, short, train_and_read
+from studies.tasks.reading import (
+    SampleCounts,
+    bare,
+    length_page,
+    mean,
+    mean_of,
+    short,
+    train_and_read,
+)
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
@@ -31,7 +38,7 @@ K, M = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     curriculum: Curriculum = field(default_factory=lambda: Curriculum(steps=1200))
     rates: tuple[float, ...] = (2e-3, 4e-3)
@@ -56,7 +63,7 @@ class Protocol:
         " Student's t where three were read, else over samples by Wilson"
     )
 
-    def plan(self, arm: str, seed: int) -> Plan:
+    def plan(self, arm: str, seed: int) -> SampleCounts:
         """How many samples of each task at each length."""
         made: dict[tuple[str, str], dict[int, int]] = {}
         for task in babilong.TASKS:
@@ -107,7 +114,7 @@ GOAL = {"qa1": 0.95, "all": 0.80}
 
 
 def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> list[str]:
-    """What the longest texts show, against the goals, and where each arm ends."""
+    """Sentences on what the longest texts show, against the goals, and where each arm ends."""
     found = cells(runs)
     said = []
     for arm, title in study.arms.items():
@@ -154,23 +161,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="babilong",
-        protocol=protocol,
         tasks=("stories",),
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="babilong",
         needs=("seconds", "parameters", "loss"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)
