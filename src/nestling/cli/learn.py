@@ -19,10 +19,10 @@ from nestling.cli.options import (
     folder,
     load,
     new_file,
+    number,
     several,
     trust_option,
     whole,
-    within,
 )
 
 _EXAMPLES = """examples:
@@ -60,7 +60,7 @@ def parser() -> Parser:
         help="texts to learn, one after the other",
     )
     made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
-    any_number = within(-math.inf, math.inf, "a number")
+    any_number = number(lambda value: True, "a number")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument(
         "--levels", type=several(whole()), help="tokens between updates, fastest first (64,512)"
@@ -78,7 +78,7 @@ def parser() -> Parser:
     new.add_argument("--transfer", help="move, reptile, first_order: from fast to slow levels")
     made.add_argument("--passes", type=whole(), help="how often each text is read (short ones: 4)")
     new.add_argument("--context", type=whole(), help="the model's own context, in tokens")
-    positive = within(0, 1e308, "a finite number above 0")
+    positive = number(lambda value: 0 < value < math.inf, "a finite number above 0")
     made.add_argument("--limit", type=positive, default=1.0, help="drift of a level at most (1)")
     made.add_argument(
         "--forget",

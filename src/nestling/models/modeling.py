@@ -45,12 +45,7 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
     """
 
     def __init__(self, config: NestlingConfig, layer: int) -> None:
-        Block.__init__(
-            self,
-            config.mixer_spec(layer).build(),
-            config.channel_spec(layer).build(),
-            eps=config.rms_norm_eps,
-        )
+        Block.__init__(self, *config.build(layer), eps=config.rms_norm_eps)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._in_pieces(x):
