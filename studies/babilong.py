@@ -2,9 +2,9 @@
 
     python -m studies babilong        run what is missing, write docs/results/babilong.md
 
-Every arm has a million parameters and the same training: stories of qa1 to qa5 among books, at
-lengths that grow to 4,096 tokens. It is then asked BABILong's own questions among books it never
-saw, at up to 10M tokens. Its rate is chosen by the training loss alone.
+Every arm has as many parameters and the same training: stories of qa1, first bare, then among books
+in sequences of at most 384 tokens, with a penalty on what memories write of the books. It is then
+asked BABILong's own questions among books it never saw, at up to 10M tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nestling.evaluate import babilong
 from nestling.models import presets
 from studies import default
 from studies.harness.command import run_study
@@ -20,12 +19,13 @@ from studies.harness.page import Page
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
 from studies.harness.verdict import wilson
-from studies.tasks.long import Curriculum, stories
-from studies.tasks.reading import Plan, bare, length_page, mean, mean_of, short, train_and_read
+from studies.tasks.long import Curriculum, Stage, spread
+from studies.tasks.reading import Plan, bare, length_page, mean, short, train_and_read
+from studies.tasks.scattered import stories
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
-ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
-SIZE = presets.Size(width=128, layers=3, heads=4, vocabulary=VOCABULARY, parameters=1_000_000)
+ARMS = ("hope", "gated_delta", "deltanet", "transformer")
+SIZE = presets.Size(width=64, layers=2, heads=2, vocabulary=VOCABULARY, parameters=220_000)
 K, M = 1 << 10, 1 << 20
 
 
@@ -33,47 +33,55 @@ K, M = 1 << 10, 1 << 20
 class Protocol:
     """What was fixed before the first run."""
 
-    curriculum: Curriculum = field(default_factory=lambda: Curriculum(steps=1200))
-    rates: tuple[float, ...] = (2e-3, 4e-3)
-    trial_share: float = 0.2
-    seeds: tuple[int, ...] = (0, 1, 2)
+    tasks: tuple[str, ...] = ("qa1",)
+    curriculum: Curriculum = field(
+        default_factory=lambda: Curriculum(
+            steps=1200,
+            tokens=2048,
+            stages=(
+                Stage(until=0.375, length=64, short=0.6, bare=1.0),
+                Stage(until=0.6, length=128, short=0.15, bare=0.4),
+                Stage(until=1.0, length=256, noise=100, near=0.3, bare=0.1, quiet=2.0),
+            ),
+        )
+    )
+    rates: tuple[float, ...] = (5e-3,)
+    trial_share: float = 0.25
+    seeds: tuple[int, ...] = (0,)
     tuning_seed: int = 100
     samples: tuple[tuple[int, int], ...] = (
-        (1 * K, 100),
-        (4 * K, 100),
-        (16 * K, 100),
-        (64 * K, 100),
-        (256 * K, 30),
-        (1 * M, 30),
-        (10 * M, 10),
+        (1 * K, 50),
+        (4 * K, 50),
+        (16 * K, 50),
+        (64 * K, 20),
+        (256 * K, 10),
+        (1 * M, 5),
+        (10 * M, 2),
     )
-    qa1_at_10m: int = 20
-    other_seeds: tuple[int, int] = (1 * M, 64 * K)  # how far they read qa1, and the other tasks
     transformer: int = 16 * K  # how far attention reads
     floor: float = 0.3  # a task is not read further once no more than this share is right
     analysis: str = (
-        "one training for all tasks; lengths beyond 4K are used for no choice; 95% over seeds by"
-        " Student's t where three were read, else over samples by Wilson"
+        "one rate for all arms, found with Hope on seed 900; lengths beyond training are used for"
+        " no choice; 95% over seeds by Student's t where three were read, else over samples by"
+        " Wilson"
     )
 
-    def plan(self, arm: str, seed: int) -> Plan:
+    def plan(self, arm: str) -> Plan:
         """How many samples of each task at each length."""
-        made: dict[tuple[str, str], dict[int, int]] = {}
-        for task in babilong.TASKS:
-            most = max(length for length, _ in self.samples)
-            if seed != self.seeds[0]:
-                most = min(most, self.other_seeds[task != "qa1"])
-            if arm == "transformer":
-                most = min(most, self.transformer)
-            asked = {length: n for length, n in self.samples if length <= most}
-            if task == "qa1" and 10 * M in asked:
-                asked[10 * M] = self.qa1_at_10m
-            made["babilong", task] = asked
-        return made
+        most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
+        asked = {length: count for length, count in self.samples if length <= most}
+        return {("babilong", task): asked for task in self.tasks}
 
 
 QUICK = Protocol(
-    curriculum=Curriculum(steps=4, tokens=512, stages=((0.5, 128), (1.0, 256))),
+    curriculum=Curriculum(
+        steps=4,
+        tokens=512,
+        stages=(
+            Stage(until=0.5, length=128, short=0.6, bare=1.0),
+            Stage(until=1.0, length=256, noise=40, near=0.3, quiet=1.0),
+        ),
+    ),
     rates=(2e-3, 4e-3),
     trial_share=0.5,
     seeds=(0,),
@@ -88,26 +96,29 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     return train_and_read(
         job,
         context,
-        build=lambda: bare(default.ARMS[job.arm], SIZE),
-        draw=stories(context.data),
+        build=lambda: spread(bare(default.ARMS[job.arm], SIZE), plan),
+        draw=stories(context.data, protocol.tasks),
         curriculum=plan.part(protocol.trial_share) if job.trial else plan,
-        plan=protocol.plan(job.arm, job.seed),
+        plan=protocol.plan(job.arm),
         floor=protocol.floor,
     )
 
 
 LIMITS = (
-    "Models of a million parameters, trained for the task on bAbI's own training stories (names"
-    " exchanged), not pretrained models that are fine-tuned; a vocabulary of 2,048 byte pairs.",
+    "qa1 only: one supporting fact, made-up stories in bAbI's words; qa2 to qa5 were not trained.",
+    "Models of 220,000 parameters, trained for this task alone, not pretrained models that are"
+    " fine-tuned; a vocabulary of 2,048 byte pairs.",
+    "One training seed: intervals are over samples, and say nothing of another training.",
+    "The recipe was found with Hope; other models might do better with another one.",
     "The paper's Fig. 9 has no numbers in its text, so that no curve of it is drawn here.",
     "Background: six Project Gutenberg books that training did not have; at 10M tokens their"
     " sentences come back about ten times.",
 )
-GOAL = {"qa1": 0.95, "all": 0.80}
+GOAL = 0.95
 
 
 def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> list[str]:
-    """What the longest texts show, against the goals, and where each arm ends."""
+    """What the longest texts show, against the goal, and where each arm ends."""
     found = cells(runs)
     said = []
     for arm, title in study.arms.items():
@@ -115,23 +126,23 @@ def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> l
         run = cell.runs.get(study.seeds[0]) if cell else None
         if run is None:
             continue
-        done = run["read"]["qa1"]
-        longest = max(map(int, done))
-        scores = done[str(longest)]["scores"]
-        low, high = wilson(sum(scores), len(scores))
-        whole = max((n for n in lengths if mean_of(run, babilong.TASKS, n) is not None), default=0)
-        every = mean_of(run, babilong.TASKS, whole) if whole else None
-        text = (
-            f"{title}: qa1 {100 * mean(done[str(longest)]):.0f}% at {short(longest)}"
-            f" ({100 * low:.0f}-{100 * high:.0f})"
-        )
-        if every is not None:
-            text += f", qa1 to qa5 {100 * every:.0f}% at {short(whole)}"
-        if arm == "hope":
-            reached = mean(done[str(longest)]) >= GOAL["qa1"] and (every or 0) >= GOAL["all"]
-            goal = "reached" if reached and whole == longest == max(lengths) else "missed"
-            text += f"; the goal (95% and 80% at {short(max(lengths))}) is {goal}"
-        said.append(text + ".")
+        for task, done in run["read"].items():
+            longest = max(map(int, done))
+            scores = done[str(longest)]["scores"]
+            low, high = wilson(sum(scores), len(scores))
+            text = (
+                f"{title}: {task} {100 * mean(done[str(longest)]):.0f}% at {short(longest)}"
+                f" ({100 * low:.0f}-{100 * high:.0f}, {len(scores)} samples)"
+            )
+            if run["gave up"][task]:
+                text += ", where reading ended"
+            if arm == "hope" and task == "qa1":
+                there = longest == max(lengths) and mean(done[str(longest)]) >= GOAL
+                text += (
+                    f"; the goal (95% at {short(max(lengths))}) is"
+                    f" {'reached on these samples' if there else 'missed'}"
+                )
+            said.append(text + ".")
     return said or ["Nothing is claimed: no run is finished."]
 
 
@@ -143,10 +154,10 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         runs,
         title="BABILong to ten million tokens",
         lengths=lengths,
-        tasks=babilong.TASKS,
+        tasks=study.protocol.tasks,
         findings=findings(study, runs, lengths),
         limits=LIMITS,
-        caption="Share of right answers, mean of qa1 to qa5, against the length of the text",
+        caption=f"Share of right answers, {', '.join(study.protocol.tasks)}, against the length",
     )
 
 
