@@ -3,7 +3,7 @@
     python -m studies babilong        run what is missing, write docs/results/babilong.md
 
 Every arm has as many parameters and the same training: stories of qa1, first bare, then among books
-in sequences of at most 384 tokens, with a penalty on what memories write of the books. It is then
+in sequences of at most 512 tokens, with a penalty on what memories write of the books. It is then
 asked BABILong's own questions among books it never saw, at up to 10M tokens.
 """
 
@@ -36,12 +36,13 @@ class Protocol:
     tasks: tuple[str, ...] = ("qa1",)
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
-            steps=1200,
+            steps=1600,
             tokens=2048,
             stages=(
-                Stage(until=0.375, length=64, short=0.6, bare=1.0),
-                Stage(until=0.6, length=128, short=0.15, bare=0.4),
-                Stage(until=1.0, length=256, noise=100, near=0.3, bare=0.1, quiet=2.0),
+                Stage(until=0.25, length=64, short=0.6, bare=1.0),
+                Stage(until=0.625, length=128, short=0.1, bare=0.4),
+                Stage(until=0.8125, length=256, noise=100, near=0.3, bare=0.1, quiet=2.0),
+                Stage(until=1.0, length=512, noise=300, near=0.3, bare=0.1, quiet=6.0),
             ),
         )
     )
@@ -52,12 +53,13 @@ class Protocol:
     samples: tuple[tuple[int, int], ...] = (
         (1 * K, 50),
         (4 * K, 50),
-        (16 * K, 50),
-        (64 * K, 20),
-        (256 * K, 10),
-        (1 * M, 5),
-        (10 * M, 2),
+        (16 * K, 30),
+        (64 * K, 15),
+        (256 * K, 5),
+        (1 * M, 3),
+        (10 * M, 1),
     )
+    stories: int = 256 * K  # how far the task of this name reads; `far` goes on from there
     transformer: int = 16 * K  # how far attention reads
     floor: float = 0.3  # a task is not read further once no more than this share is right
     analysis: str = (
@@ -66,9 +68,10 @@ class Protocol:
         " Wilson"
     )
 
-    def plan(self, arm: str) -> Plan:
-        """How many samples of each task at each length."""
+    def plan(self, task: str, arm: str) -> Plan:
+        """How many samples of each task of bAbI at each length."""
         most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
+        most = min(most, self.stories) if task == "stories" else most
         asked = {length: count for length, count in self.samples if length <= most}
         return {("babilong", task): asked for task in self.tasks}
 
@@ -91,15 +94,15 @@ QUICK = Protocol(
 
 
 def make(job: Job, context: Context, protocol: Protocol) -> Run:
-    """Train one model and let it read."""
+    """Train one model and let it read; `far` lets the same model read on."""
     plan = protocol.curriculum
     return train_and_read(
-        job,
+        job._replace(task="stories"),
         context,
         build=lambda: spread(bare(default.ARMS[job.arm], SIZE), plan),
         draw=stories(context.data, protocol.tasks),
         curriculum=plan.part(protocol.trial_share) if job.trial else plan,
-        plan=protocol.plan(job.arm),
+        plan=protocol.plan(job.task, job.arm),
         floor=protocol.floor,
     )
 
@@ -146,8 +149,18 @@ def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> l
     return said or ["Nothing is claimed: no run is finished."]
 
 
+def read_on(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """The runs of the first task, or what the same model has read since."""
+    return {
+        key: runs.get(key.replace("run/stories/", "run/far/"), run)
+        for key, run in runs.items()
+        if key.startswith("run/stories/")
+    }
+
+
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
     """Findings, the picture of Fig. 9, tables."""
+    runs = {key: {**run, "task": study.tasks[0]} for key, run in read_on(runs).items()}
     lengths = [length for length, _ in study.protocol.samples]
     return length_page(
         study,
@@ -168,7 +181,8 @@ def study(quick: bool = False) -> Study:
     return Study(
         name="babilong",
         protocol=protocol,
-        tasks=("stories",),
+        tasks=("stories", "far"),
+        tuned_on={"far": "stories"},
         arms={arm: default.ARMS[arm].title for arm in arms},
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,

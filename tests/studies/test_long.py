@@ -256,15 +256,22 @@ def test_wilson_is_the_textbook_interval():
 
 def test_babilong_asks_as_many_samples_as_agreed():
     protocol = study_babilong.Protocol()
-    assert protocol.plan("hope") == {
-        ("babilong", "qa1"): {
-            K: 50, 4 * K: 50, 16 * K: 50, 64 * K: 20, 256 * K: 10, M: 5, 10 * M: 2,
-        }
-    }  # fmt: skip
-    assert protocol.plan("deltanet") == protocol.plan("hope")
-    assert max(protocol.plan("transformer")["babilong", "qa1"]) == 16 * K
-    assert protocol.curriculum.stages[-1].length == 256
+    near = {K: 50, 4 * K: 50, 16 * K: 30, 64 * K: 15, 256 * K: 5}
+    assert protocol.plan("stories", "hope") == {("babilong", "qa1"): near}
+    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, M: 3, 10 * M: 1}}
+    assert protocol.plan("far", "deltanet") == protocol.plan("far", "hope")
+    assert max(protocol.plan("far", "transformer")["babilong", "qa1"]) == 16 * K
+    assert protocol.curriculum.stages[-1].length == 512
     assert protocol.curriculum.stages[-1].until == 1.0
+
+
+def test_what_a_model_read_further_stands_for_what_it_read_first():
+    runs = {"run/stories/hope/0": {"read": 1}, "run/stories/lstm/0": {"read": 2}}
+    found = study_babilong.read_on({**runs, "run/far/hope/0": {"read": 3}, "tune/x": {}})
+    assert {key: run["read"] for key, run in found.items()} == {
+        "run/stories/hope/0": 3,
+        "run/stories/lstm/0": 2,
+    }
 
 
 def test_levels_have_their_fastest_alone_as_control():
