@@ -36,13 +36,13 @@ class Protocol:
     tasks: tuple[str, ...] = ("qa1",)
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
-            steps=1600,
+            steps=1500,
             tokens=2048,
             stages=(
-                Stage(until=0.25, length=64, short=0.6, bare=1.0),
-                Stage(until=0.625, length=128, short=0.1, bare=0.4),
-                Stage(until=0.8125, length=256, noise=100, near=0.3, bare=0.1, quiet=2.0),
-                Stage(until=1.0, length=512, noise=300, near=0.3, bare=0.1, quiet=6.0),
+                Stage(until=0.3, length=64, short=0.6, bare=1.0),
+                Stage(until=0.58, length=128, short=0.2, bare=0.2, early=0.6),
+                Stage(until=0.78, length=256, noise=100, near=0.3, bare=0.1, early=0.2, quiet=2.0),
+                Stage(until=1.0, length=512, noise=300, near=0.3, bare=0.1, early=0.2, quiet=6.0),
             ),
         )
     )

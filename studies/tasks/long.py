@@ -74,6 +74,7 @@ class Stage:
 
     noise: tokens between two facts, at most on average (0: none; sequences differ).
     short: share of facts in which words are left out; bare: of questions without the prompt.
+    early: share of prompts after which the answer comes before "Answer:", anywhere in it.
     near: share of sentences of noise with pieces of facts in them, none whole.
     quiet: weight of what memories write of noise, beside the loss of the answers.
     """
@@ -83,6 +84,7 @@ class Stage:
     noise: int = 0
     short: float = 0.0
     bare: float = 0.0
+    early: float = 0.0
     near: float = 0.0
     quiet: float = 0.0
 

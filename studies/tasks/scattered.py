@@ -34,6 +34,8 @@ GIVERS = (("Bill", "Fred", "Jeff", "Mary"), *NAMES[1:])
 MOVES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
 OTHERS = ("he", "she", "they", "I", "who", "it")
 SHORTEST = babilong.SHORTEST
+TAIL = 6
+"""Tokens of a prompt after its question mark."""
 STILL = 0.15
 """The share of sequences without noise in every stage."""
 
@@ -160,12 +162,16 @@ def stories(data: Path, tasks: Sequence[str] = babilong.TASKS) -> Draw:
     vocabulary = load()
     tell = {task: walk if task == "qa1" else _told(data / "babi", task) for task in tasks}
 
-    def ask(row: Row, part: Part, prompt: bool) -> None:
+    def ask(row: Row, part: Part, stage: Stage, rng: random.Random) -> None:
+        prompt = rng.random() >= stage.bare
         if prompt:
             row.add(vocabulary("\n</context>").input_ids)
         for question, answer in part.asked:
             text = f"\nQuestion: {question}\nAnswer:" if prompt else f" {question}"
-            row.add(vocabulary(text).input_ids)
+            ids = vocabulary(text).input_ids
+            if prompt and rng.random() < stage.early:  # nearer to the name that is asked for
+                ids = ids[: -rng.randint(1, TAIL)]
+            row.add(ids)
             row.answer(vocabulary(" " + answer).input_ids)
 
     def draw(rng: random.Random, stage: Stage) -> Row:
@@ -184,7 +190,7 @@ def stories(data: Path, tasks: Sequence[str] = babilong.TASKS) -> Draw:
                     row.add(vocabulary(" " + said).input_ids)
                 for ids in _noise(rng, stage, mean, data):
                     row.add(ids, noise=True)
-                ask(row, part, prompt=rng.random() >= stage.bare)
+                ask(row, part, stage, rng)
                 if len(row.ids) >= stage.length:
                     break
         return row.cut(stage.length)
