@@ -91,6 +91,14 @@ def test_what_is_learned_is_the_answer_to_the_question(data, stage):
     assert any(row.noise) == bool(stage.noise)
 
 
+def test_answers_may_come_before_the_prompt_ends(data):
+    stage = long.Stage(until=1.0, length=512, early=1.0)
+    row = scattered.stories(data, ("qa1",))(random.Random(900), stage)
+    ends = {before.rsplit("?", 1)[1] for before, _ in told(row.ids, row.targets)}
+    assert len(ends) > 2
+    assert all("\nAnswer:".startswith(end) and end != "\nAnswer:" for end in ends)
+
+
 def test_noise_comes_near_facts_and_holds_none(data):
     vocabulary, rng = load(), random.Random(900)
     sentence = vocabulary(" It was a very long story about a ship and the sea.").input_ids
