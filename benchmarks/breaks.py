@@ -235,7 +235,7 @@ BREAKS = [
           "super().error(message)", C + "test_what_argparse_and_what_we_find_is_one_line"),
     Break(11, CLI, "except (ValueError, OSError) as error:", "except OSError as error:",
           C + "test_what_argparse_and_what_we_find_is_one_line"),
-    Break(11, "src/nestling/cli/generate.py", "if not path.parent.is_dir():", "if False:",
+    Break(11, "src/nestling/cli/options.py", "if not path.parent.is_dir():", "if False:",
           C + "test_a_timeline_that_cannot_be_written_is_refused_before_learning"),
     Break(11, "src/nestling/cli/generate.py",
           'if any("\\ud800" <= letter <= "\\udfff" for letter in prompt):', "if False:",

@@ -8,7 +8,8 @@
 A wrong version changes one thing in a function that cites the equation: a sign, a term left out, a
 number off by one, operands exchanged, a transpose forgotten, a function not applied, a switch the
 other way. The tests marked with the equation run
-on it, each time in a process forked from one that has imported everything. A wrong version is
+on it, each time in a process forked from one that has imported everything; what they do not run is
+not changed. A wrong version is
 caught when an assertion fails; one that raises, dies or does not end has crashed, which shows only
 that the symbol was called. Printed: per equation what was tried, and how many were caught in all.
 """
@@ -28,8 +29,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType
-from typing import NamedTuple
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 90  # of processor time: a wrong version that takes more counts as crashed
@@ -102,6 +103,7 @@ def _changes(node: ast.AST, switches: set[str]) -> Iterator[tuple[int, str, ast.
             yield 1, f"only {ast.unparse(node.left)} of {text}", node.left
         elif isinstance(node.op, ast.MatMult):
             yield 2, f"exchanged {text}", ast.BinOp(node.right, node.op, node.left)
+            yield 2, f"twice {text}", ast.BinOp(ast.Constant(2), ast.Mult(), node)
         elif isinstance(node.op, ast.Div):
             yield 1, f"only {ast.unparse(node.left)} of {text}", node.left
         elif isinstance(node.op, ast.FloorDiv | ast.Mod | ast.Pow):
@@ -125,6 +127,10 @@ def _wrong_calls(node: ast.Call, switches: set[str]) -> Iterator[tuple[int, str,
         first, second, *rest = node.args
         wrong = ast.Call(node.func, [second, first, *rest], node.keywords)
         yield 2, f"arguments exchanged in {text}", wrong
+    if name in TWO_LAST and len(node.args) > 2:
+        *first, second, third = node.args
+        wrong = ast.Call(node.func, [*first, third, second], node.keywords)
+        yield 2, f"last arguments exchanged in {text}", wrong
     if node.args and not isinstance(node.args[0], ast.Starred) and name not in ITERATES:
         yield NOT_ARITHMETIC, f"only {ast.unparse(node.args[0])} of {text}", node.args[0]
     for place, keyword in enumerate(node.keywords):
@@ -137,6 +143,9 @@ def _wrong_calls(node: ast.Call, switches: set[str]) -> Iterator[tuple[int, str,
 
 TWO_FIRST = ("accumulate", "add", "addcmul", "lerp", "gd", "apply", "proximity", "loss", "gradient")
 """Functions whose first two arguments are not the same thing."""
+
+TWO_LAST = ("loss", "gradient", "surprise")
+"""Functions whose last two arguments are a key and a value."""
 
 ITERATES = ("zip", "enumerate", "isinstance", "len", "range", "reversed", "list", "tuple")
 """Calls that are no mathematics: left out, they would only crash."""
@@ -182,6 +191,42 @@ def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
     _, status = os.waitpid(child, 0)
     code = -1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     return {0: SURVIVED, 1: CAUGHT, 99: UNTOUCHED}.get(code, CRASHED)
+
+
+def lines_run(tests: Sequence[str]) -> set[tuple[str, int]]:
+    """File and line of all code of the package that the tests call."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        seen: set[CodeType] = set()
+
+        put = sys.setprofile
+
+        def watch(also: Any) -> None:
+            def profile(frame: FrameType, event: str, argument: object) -> None:
+                if event == "call":
+                    seen.add(frame.f_code)
+                if also is not None:
+                    also(frame, event, argument)
+
+            put(profile)
+
+        sys.setprofile = watch  # tests/conftest.py puts a profile of its own around each test
+        watch(None)
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+            _run(None, tests)
+        put(None)
+        inside = [code for code in seen if code.co_filename.startswith(str(ROOT / "src"))]
+        lines = {(c.co_filename, line) for c in inside for *_, line in c.co_lines() if line}
+        with os.fdopen(write, "w") as told:
+            told.writelines(f"{file}\t{line}\n" for file, line in lines)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        pairs = [line.rstrip("\n").split("\t") for line in told]
+    os.waitpid(child, 0)
+    return {(file, int(line)) for file, line in pairs}
 
 
 class Failures:
@@ -233,9 +278,13 @@ def examine(entry, *, every: bool, most: int = 40) -> Verdict:
     """Try wrong versions of an equation's symbols, all or until one is caught."""
     everything = [test.name for test in entry.tests]
     tests = [name for name in everything if name.startswith("tests/equations/")] or everything
+    ran = lines_run(tests)
     tried, caught, example = 0, 0, ""
     missed: list[str] = []
-    queues = [wrong_versions(symbol) for symbol in sorted(entry.symbols, key=_plainness)]
+    queues = [
+        [m for m in wrong_versions(symbol) if (str(m.path), m.line) in ran]
+        for symbol in sorted(entry.symbols, key=_plainness)
+    ]
     turns = [m for turn in range(most) for q in queues for m in q[turn : turn + 1]]
     turns.sort(key=lambda mutant: mutant.rank >= NOT_ARITHMETIC)
     for mutant in turns if every else turns[:most]:

@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"studies: unknown study {name!r}; known: {', '.join(STUDIES)}", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(STUDIES[name][0]).main(rest) or 0)
+        module = importlib.import_module(STUDIES[name][0])
+        if hasattr(module, "main"):  # more than one study, or none
+            return int(module.main(rest) or 0)
+        from studies.harness.command import run_study
+
+        return run_study(module.study, module.__doc__ or "", rest)
     except (ValueError, OSError) as error:
         print(f"studies {name}: {error}", file=sys.stderr)
         return 2

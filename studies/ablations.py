@@ -8,11 +8,10 @@ row differs from the first in one thing only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from studies import default, lm
-from studies.harness.command import run_study
 from studies.harness.page import Page
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study
@@ -23,7 +22,7 @@ ARMS = {name: default.ARMS[name] for name in ("hope", "hope_printed")} | default
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(lm.Protocol):
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     tokens_per_parameter: float = 5.0
     trial_share: float = 0.2
@@ -72,8 +71,3 @@ def study(quick: bool = False) -> Study:
         page_name="ablations",
         needs=("seconds", "valid", "parameters"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import wilson
 from studies.tasks.long import Curriculum, Stage, spread
-from studies.tasks.reading import Plan, bare, length_page, mean, short, train_and_read
+from studies.tasks.reading import SampleCounts, bare, length_page, mean, short, train_and_read
 from studies.tasks.scattered import stories
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
@@ -31,7 +30,7 @@ K, M = 1 << 10, 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     tasks: tuple[str, ...] = ("qa1",)
     curriculum: Curriculum = field(
@@ -68,7 +67,7 @@ class Protocol:
         " Wilson"
     )
 
-    def plan(self, task: str, arm: str) -> Plan:
+    def plan(self, task: str, arm: str) -> SampleCounts:
         """How many samples of each task of bAbI at each length."""
         most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
         most = min(most, self.stories) if task == "stories" else most
@@ -125,7 +124,7 @@ GOAL = 0.95
 
 
 def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> list[str]:
-    """What the longest texts show, against the goal, and where each arm ends."""
+    """Sentences on what the longest texts show, against the goal, and where each arm ends."""
     found = cells(runs)
     said = []
     for arm, title in study.arms.items():
@@ -183,24 +182,15 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="babilong",
-        protocol=protocol,
         tasks=("stories", "far"),
         tuned_on={"far": "stories"},
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="babilong",
         needs=("seconds", "parameters", "loss"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from nestling.report import Line, lines
 from studies import lm
-from studies.harness.command import run_study
 from studies.harness.models import kept_model, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
@@ -35,7 +34,7 @@ K = 1 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     lengths: tuple[int, ...] = (256, 512, 1 * K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K, 64 * K)
     attention: int = 16 * K  # how far attention reads
@@ -153,8 +152,3 @@ def study(quick: bool = False) -> Study:
         page_name="context",
         needs=("seconds", "losses"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

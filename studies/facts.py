@@ -40,7 +40,6 @@ from nestling.files import write_atomic
 from nestling.losses import pair_losses
 from studies.adapt.texts import Base, book
 from studies.adapt.tuned import Tuned, adamw, sgd
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
@@ -55,7 +54,7 @@ DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     model: str = "SmolLM2-135M-Instruct, Q4_1, as float32"
     tokens: int = 320
@@ -471,8 +470,3 @@ def study(quick: bool = False) -> Study:
         page_name="facts",
         needs=("seconds", "before", "points"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

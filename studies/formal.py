@@ -11,7 +11,7 @@ chosen by the lengths that are reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
 from studies.harness.models import IGNORE, parameters, predict, weighted
 from studies.harness.page import Page
@@ -46,7 +45,7 @@ SIZE = presets.Size(width=32, layers=1, heads=4, vocabulary=16, parameters=24_00
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     strings: int = 10_000
     rows: int = 16
@@ -146,8 +145,3 @@ def study(quick: bool = False) -> Study:
         page_name="state_tracking",
         needs=("seconds", "parameters", "long"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from nestling.models import MemoryCache
 from nestling.models.cache import Learned
 from nestling.report import Line, lines
 from studies import levels
-from studies.harness.command import run_study
 from studies.harness.models import parameters, switched
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
@@ -43,7 +42,7 @@ ARMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     training: levels.Protocol
     rate: float = 8e-3
@@ -239,8 +238,3 @@ def study(quick: bool = False) -> Study:
         page_name="kept",
         needs=("seconds", "kept", "parameters"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -59,7 +59,7 @@ ARMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol(lm.Protocol):
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     costs: dict[str, float] = field(
         default_factory=lambda: {
@@ -120,7 +120,7 @@ class Books(NamedTuple):
 
 
 def books(context: Context, protocol: Protocol, arm: str = "") -> Books:
-    """What is trained on (over few books the beginning of the novels), and the novels that ask."""
+    """The training texts (over few books the beginnings of novels), and the novels that ask."""
     found = text.novels(context.data)
     kept = (*protocol.development, *protocol.held_out)
     if arm.endswith("_few"):

@@ -20,14 +20,13 @@ import torch
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.models import keep_model, kept_model
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Context, Job, Study, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, percent, verdict
 from studies.tasks.long import Curriculum, Stage, learn, letters, mixed, needles, spread
-from studies.tasks.reading import Plan, score_of, train_and_read
+from studies.tasks.reading import SampleCounts, score_of, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 SIZE = presets.Size(width=128, layers=2, heads=4, vocabulary=VOCABULARY, parameters=1_000_000)
@@ -55,7 +54,7 @@ CONTROLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     base: Curriculum = field(
         default_factory=lambda: Curriculum(
@@ -126,7 +125,8 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     draw = mixed([needles(context.data, ("mk1",)), letters(context.data)])
     base = base_of(job.seed, context, protocol, draw)
     learning = (ARMS | CONTROLS)[job.arm]
-    asked: Plan = {(s, task): {protocol.length: protocol.samples} for task, s in TASKS.items()}
+    counts = {protocol.length: protocol.samples}
+    asked: SampleCounts = {(s, task): counts for task, s in TASKS.items()}
     return train_and_read(
         job._replace(setting={"rate": protocol.outer}),
         context,
@@ -230,8 +230,3 @@ def _title(made: Sequence[int]) -> str:
     if not made:
         return "none"
     return f"{len(made)}: every {', '.join(map(str, made))} tokens"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

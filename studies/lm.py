@@ -11,7 +11,7 @@ reads; with frozen levels the same trained models are asked once more. The model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from nestling.models import presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
 from studies.harness.models import (
     keep_model,
@@ -33,7 +32,7 @@ from studies.harness.models import (
 )
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.tables import Measure, table_page
 from studies.harness.verdict import interval, percent, show
 from studies.tasks import text
@@ -65,7 +64,7 @@ _TRAINING = ("steps", "tokens", "parameters", "train", "seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     tokens_per_parameter: float = 10.0
     length: int = 2048
@@ -247,25 +246,16 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "transformer") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: MODELS[arm].title for arm in arms},
+        make,
         name="lm",
-        protocol=protocol,
         tasks=("0.3M",),
         more_tasks=("1M", "3M"),
-        arms={arm: MODELS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
         borrowed={"hope_frozen": "hope"},
-        make=lambda job, context: make(job, context, protocol),
         judged="valid",
-        lower=True,
         page=page,
         page_name="language_models",
         needs=("seconds", "valid", "parameters"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -8,7 +8,7 @@ Training is far shorter than published; the protocol on the page says by how muc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
 from studies.harness.models import parameters
 from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study
+from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
 from studies.tasks.mad import IGNORE, TASKS, Task, accuracy
 
@@ -41,7 +40,7 @@ ARMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     width: int = 64
     layers: int = 2
@@ -151,24 +150,15 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="mad",
-        protocol=protocol,
         tasks=tuple(TASKS)[:6] if quick else tuple(TASKS),
         tuned_on={name: name.removesuffix(", harder") for name in TASKS},
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="mad",
         needs=("seconds", "parameters", "right"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -9,18 +9,17 @@ chosen by the training loss alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, verdict
 from studies.tasks.long import Curriculum, Stage, needles, spread
-from studies.tasks.reading import Plan, bare, length_page, score_of, short, train_and_read
+from studies.tasks.reading import SampleCounts, bare, length_page, score_of, short, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
 ARMS = ("hope", "transformer", "titans", "deltanet", "gated_delta")
@@ -37,7 +36,7 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
@@ -62,7 +61,7 @@ class Protocol:
         " by seed, 95% by Student's t"
     )
 
-    def plan(self, arm: str) -> Plan:
+    def plan(self, arm: str) -> SampleCounts:
         """How many samples of each task at each length."""
         most = self.transformer if arm == "transformer" else max(n for n, _ in self.samples)
         return {
@@ -158,23 +157,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="niah",
-        protocol=protocol,
         tasks=("needles",),
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="needles",
         needs=("seconds", "parameters", "loss"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

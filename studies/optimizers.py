@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from nestling.optim import M3, AdaMuon, Muon, param_groups
-from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
 from studies.harness.models import parameters
 from studies.harness.page import Page
@@ -61,7 +60,7 @@ ARMS: dict[str, tuple[str, Maker]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     image_epochs: float = 10.0
     image_rows: int = 64
@@ -269,8 +268,3 @@ def study(quick: bool = False) -> Study:
         page_name="optimizers",
         needs=("seconds", "parameters", "test"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

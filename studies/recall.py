@@ -9,7 +9,7 @@ is compared is what a state of that size holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
 from studies.harness.loop import cosine, train
 from studies.harness.models import IGNORE, parameters, predict, state_size, weighted
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.tables import Measure, table_page
 from studies.tasks.recall import accuracy, mqar
 
@@ -68,7 +67,7 @@ FORMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     steps: int = 2_000
     questions: int = 512
@@ -170,23 +169,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else ARMS
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: default.ARMS[arm].title for arm in arms},
+        make,
         name="recall",
-        protocol=protocol,
         tasks=("bare, state 40x40",) if quick else tuple(FORMS),
-        arms={arm: default.ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="associative_recall",
         needs=("seconds", "parameters", "right"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

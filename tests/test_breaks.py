@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location(
-    "breaks", Path(__file__).parents[1] / "benchmarks" / "breaks.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-breaks = importlib.util.module_from_spec(_SPEC)
-sys.modules["breaks"] = breaks
-_SPEC.loader.exec_module(breaks)
+from tests.scripts import benchmark
+
+breaks = benchmark("breaks")
 
 
 @pytest.mark.parametrize("number", range(len(breaks.BREAKS)))

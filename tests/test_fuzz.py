@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-_SPEC = importlib.util.spec_from_file_location(
-    "fuzz", Path(__file__).parents[1] / "benchmarks" / "fuzz.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-fuzz = importlib.util.module_from_spec(_SPEC)
-sys.modules["fuzz"] = fuzz
-_SPEC.loader.exec_module(fuzz)
+from tests.scripts import benchmark
+
+fuzz = benchmark("fuzz")
 
 
 @pytest.fixture(scope="module")

@@ -285,7 +285,7 @@ def _own_name() -> str:
 # Tensors in one file
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A file of tensors as a manifest names it."""
 
     file: str
@@ -325,7 +325,7 @@ def write_tensors(
     stem: str,
     tensors: Mapping[str, Tensor],
     about_to: Callable[[str], None] = lambda name: None,
-) -> Part:
+) -> FilePart:
     """Write a safetensors file `STEM-<digest>.safetensors`, one tensor at a time.
 
     Memory grows by one tensor at most (none for contiguous ones on the CPU). `about_to(name)` is
@@ -351,7 +351,7 @@ def write_tensors(
         name = f"{stem}-{digest.hexdigest()[:16]}.safetensors"
         about_to(name)
         finish(folder / name)
-    return Part(name, 8 + len(text) + end, digest.hexdigest())
+    return FilePart(name, 8 + len(text) + end, digest.hexdigest())
 
 
 def _blocks(header: bytes, tensors: Iterator[Tensor]) -> Iterator[bytes | memoryview]:
@@ -486,11 +486,11 @@ _ENTRY = {"dtype": set(_DTYPES), "shape": [int], "data_offsets": [int]}
 class Manifest(NamedTuple):
     """The content of `NAME.json`, checked."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     meta: Any
 
 
-def write_manifest(folder: Path, name: str, parts: Sequence[Part], meta: Any) -> None:
+def write_manifest(folder: Path, name: str, parts: Sequence[FilePart], meta: Any) -> None:
     """Name complete files and their metadata; from here on they are the saved tree."""
     listed = [part._asdict() for part in parts]
     text = _text({"format": FORMAT, "files": listed, "meta": meta, "check": _check(listed, meta)})
@@ -513,7 +513,7 @@ def read_manifest(folder: Path, name: str) -> Manifest:
     for each in listed:
         if Path(each["file"]).name != each["file"]:
             raise BrokenFileError(f"{path}: names a file outside its folder: {each['file'][:80]!r}")
-    return Manifest(tuple(Part(**each) for each in listed), found["meta"])
+    return Manifest(tuple(FilePart(**each) for each in listed), found["meta"])
 
 
 _FILE = {"file": str, "bytes": int, "sha256": str}
@@ -528,7 +528,7 @@ def _check(listed: Any, meta: Any) -> str:
     return hashlib.sha256(json.dumps([FORMAT, listed, meta]).encode()).hexdigest()
 
 
-def verify(folder: Path, part: Part, limit: int = TENSOR_LIMIT) -> TensorFile:
+def verify(folder: Path, part: FilePart, limit: int = TENSOR_LIMIT) -> TensorFile:
     """Open a file that a manifest names, after checking its size, its header and its SHA-256."""
     path = folder / part.file
     opened = TensorFile(path, limit, part.bytes)

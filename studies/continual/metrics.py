@@ -56,12 +56,12 @@ def forgotten_share(r: ArrayLike) -> float:
 
 
 def backward_transfer(r: ArrayLike) -> float:
-    """What later tasks did to earlier ones: the mean of `R[T-1, j] - R[j, j]`; minus forgetting."""
+    """The effect of later tasks on earlier ones: mean of `R[T-1, j] - R[j, j]`, -forgetting."""
     return -forgetting(r)
 
 
 def forward_transfer(r: ArrayLike, untrained: ArrayLike) -> float:
-    """What earlier tasks did for a task before it was learned: the mean of `R[j-1, j] - b[j]`.
+    """The effect of earlier tasks on a task before it was learned: the mean of `R[j-1, j] - b[j]`.
 
     `untrained[j]` is the accuracy on task j of a model that has learned nothing.
     """

@@ -118,7 +118,7 @@ def run_stream(
 
 
 class Shape(NamedTuple):
-    """What a learner is built for: classes, the width of a place, and of the random units."""
+    """The sizes a learner is built for: classes, the width of a place, and of the random units."""
 
     classes: int
     place: int = 384
@@ -254,7 +254,7 @@ def build(name: str, shape: Shape, setting: Setting, seed: int) -> Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     base: str = "minilm"
     tokens_of_a_text: int = 48
@@ -318,7 +318,7 @@ CLAIMS: tuple[tuple[str, str, str, float, bool], ...] = (
     ("ahead of KLDA on our places", "klda_places", "accuracy", 0.0, True),
     ("ahead of RanPAC on our places, even", "ranpac_places", "accuracy", 0.0, True),
 )
-"""What is claimed of ours: against which arm, in what, with what margin, whether more is better."""
+"""The claims made for ours: the other arm, the measure, the margin, whether more is better."""
 
 
 def judge(found: Mapping[tuple[str, str], Cell], task: str, claim: Sequence[Any]) -> str:
@@ -334,7 +334,7 @@ def judge(found: Mapping[tuple[str, str], Cell], task: str, claim: Sequence[Any]
 
 
 def _findings(found: Mapping[tuple[str, str], Cell], study: Study) -> list[str]:
-    """What was refuted comes first, then what is open, what was shown, and the goals."""
+    """Refuted claims first, then open ones, those that were shown, and the goals."""
     words = {"refuted": "Ours is not", "inconclusive": "It is open whether ours is"}
     lines = []
     for word, begin in (words | {"shown": "Ours is"}).items():

@@ -112,7 +112,7 @@ def width_of(levels: int, numbers: int, outputs: int) -> int:
 
 
 class Phase(NamedTuple):
-    """What is learned, and then tested: `stays` among old things, `moves` among what changed."""
+    """Pairs to learn, and then to test: `stays` among old things, `moves` among what changed."""
 
     x: Tensor
     y: Tensor
@@ -206,7 +206,7 @@ def _letters(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     numbers: int = 60_000
     chunk: int = 64

@@ -1,1 +1,1 @@
-"""What all studies share: stored runs, verdicts, tuning, pages, a training loop, a queue."""
+"""The harness of all studies: stored runs, verdicts, tuning, pages, a training loop, a queue."""

@@ -167,7 +167,7 @@ def sealed(folder: Path) -> bool:
 
 
 def kept_facts(folder: Path) -> dict[str, Any]:
-    """What was said of a kept model."""
+    """The facts stored beside a kept model."""
     facts: dict[str, Any] = json.loads((folder / _SEAL).read_text())["facts"]
     return facts
 

@@ -66,7 +66,7 @@ def kept(parts: Mapping[str, Sequence[str] | None], old: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a page says, in this order."""
+    """The content of a page, in this order."""
 
     title: str
     command: str

@@ -18,7 +18,7 @@ from studies.harness.page import Page
 from studies.harness.store import Run, Store
 from studies.harness.tuning import best, same_number
 
-__all__ = ["Cell", "Job", "Setting", "Study", "cells"]
+__all__ = ["Cell", "Job", "Setting", "Study", "by_rate", "cells"]
 
 Setting = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a job is given besides itself: data, a scratch folder of its own, models to keep."""
+    """The places a job may use: data, a scratch folder of its own, models to keep."""
 
     data: Path
     scratch: Path
@@ -50,7 +50,7 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared, and how; `protocol` is the frozen dataclass that the page prints.
+    """A comparison, and how it is made; `protocol` is the frozen dataclass that the page prints.
 
     arms: titles by name, in the order of the tables. settings: what tuning may choose from, as
     many for every arm. borrowed: arms that take the setting of another arm, and so have no trials;
@@ -153,6 +153,22 @@ class Study:
         )
         shutil.rmtree(context.scratch, ignore_errors=True)
         return run
+
+
+def by_rate(
+    protocol: Any, arms: Mapping[str, str], make: Callable[[Job, Context, Any], Run], **own: Any
+) -> Study:
+    """A study whose arms choose among the protocol's rates; the lowest number judged is best."""
+    return Study(
+        protocol=protocol,
+        arms=arms,
+        seeds=protocol.seeds,
+        tuning_seed=protocol.tuning_seed,
+        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
+        make=lambda job, context: make(job, context, protocol),
+        lower=True,
+        **own,
+    )
 
 
 class Cell(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the pages of all tables share: a cell's number, who is first, and one picture."""
+"""The common parts of all tables' pages: a cell's number, who is first, and one picture."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to train on, for how long, and what to measure at the end."""
+    """The task to train on, for how long, and what to measure at the end."""
 
     name: str
     steps: int

@@ -34,8 +34,8 @@ from studies.tasks.long import Curriculum, Draw, learn
 from studies.tasks.vocabulary import load, shelf
 
 __all__ = [
-    "Plan",
     "Record",
+    "SampleCounts",
     "bare",
     "held_out",
     "length_page",
@@ -50,7 +50,7 @@ __all__ = [
 Record = dict[str, dict[str, dict[str, Any]]]
 """By task and length: `scores` of the samples, `tokens`, processor `seconds`, resident `mb`."""
 
-Plan = Mapping[tuple[str, str], Mapping[int, int]]
+SampleCounts = Mapping[tuple[str, str], Mapping[int, int]]
 """By suite and task: how many samples at each length."""
 
 
@@ -65,7 +65,7 @@ def held_out(data: Path) -> Data:
 
 def read(
     model: Any,
-    plan: Plan,
+    plan: SampleCounts,
     *,
     data: Data,
     keep: Path,
@@ -119,7 +119,7 @@ def train_and_read(
     build: Callable[[], Any],
     draw: Draw,
     curriculum: Curriculum,
-    plan: Plan,
+    plan: SampleCounts,
     floor: float,
 ) -> Run:
     """One job: a model is trained and kept, then it reads; a trial is only trained.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from nestling.adaptation.own_text import own_texts, sample_text
 from nestling.continuum.fast import Reading
 from nestling.files import load_state, save_state
 from nestling.losses import pair_losses
+from tests.scripts import benchmark
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -355,25 +354,14 @@ def test_second_order_learns_on_after_loading(tmp_path):
     assert not torch.equal(again(ids).logits, learner(ids).logits)
 
 
-def _users():
-    path = Path(__file__).parents[2] / "benchmarks" / "users.py"
-    spec = importlib.util.spec_from_file_location("users", path)
-    assert spec is not None
-    assert spec.loader is not None
-    users = importlib.util.module_from_spec(spec)
-    sys.modules["users"] = users
-    spec.loader.exec_module(users)
-    return users
-
-
 def test_jobs_in_threads_equal_jobs_in_turn():
     """All kinds at once, second order included; `benchmarks/users.py` runs a thousand."""
-    assert _users().jobs(16) == []
+    assert benchmark("users").jobs(16) == []
 
 
 def test_poisoned_streams_stay_where_they_are():
     """`benchmarks/users.py` runs five hundred."""
-    ends, failures = _users().poisoned(12, seed=1)
+    ends, failures = benchmark("users").poisoned(12, seed=1)
     assert not failures, failures
     assert ends["undone"] + ends["rolled back"] + ends["refused"] >= 3
 
@@ -381,7 +369,7 @@ def test_poisoned_streams_stay_where_they_are():
 @pytest.mark.parametrize("number", [54, 339])
 def test_a_refused_stream_goes_back_to_before_its_harm(number):
     """The last snapshot lay inside the poison: the memory kept most of the harm (20 to 60%)."""
-    users = _users()
+    users = benchmark("users")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DriftWarning)
         found = users.attack(users.shared(users.FAMILIES[number % 6]), number, seed=0)

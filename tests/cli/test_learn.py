@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import html
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     told = html.escape(next(line for line in said.err.splitlines() if "loss on the text" in line))
     assert page.index(told) < page.index("<svg")  # the result comes first
     assert "middle" in page
-    assert "svg{max-width:100%" in page  # no horizontal scroll
+    assert "figure svg { width: 100%" in page  # no horizontal scroll
     assert page.count("<th>") == 4  # level, chunk, updates, and one number
     numbers = re.findall(r"drift ([0-9.]+%)", page)
     assert len(numbers) == 3  # the picture and the table say the same
@@ -178,6 +180,25 @@ def test_eval_with_a_memory(model, text, tmp_path, capsys):
     assert f"without the memory: loss {plain:.4f}" in said
 
 
+def test_texts_may_be_compressed_and_must_be_texts(model, text, tmp_path, capsys):
+    """A file of other bytes would be read as if it were a text, and get a loss."""
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress(Path(text).read_bytes()))
+    said = []
+    for path in (text, str(packed)):
+        assert main(["eval", model, path, "--bins", "1"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    memory = str(tmp_path / "memory")
+    assert main(["learn", model, "--from", str(packed), *LEVELS, "--memory", memory]) == 0
+    capsys.readouterr()
+    (tmp_path / "wrong.txt").write_bytes(packed.read_bytes())
+    (tmp_path / "torn.gz").write_bytes(packed.read_bytes()[:-9])
+    for name, reason in (("wrong.txt", "not a text in UTF-8"), ("torn.gz", "cannot be unpacked")):
+        assert main(["eval", model, str(tmp_path / name)]) == 2
+        assert f"{name}: {reason}" in capsys.readouterr().err
+
+
 def test_eval_asks_for_the_facts_of_a_file(model, tmp_path, capsys):
     path = tmp_path / "facts.txt"
     path.write_text("The baker of the valley is called Anselm. He was born in Mor in 1812. " * 8)
@@ -261,18 +282,18 @@ def test_a_stopped_run_goes_on_to_the_passes_it_was_given(model, text, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--levels", "64,x"], "--levels: whole numbers with commas between"),
-        (["--rate", "fast"], "--rate: a number"),
+        (["--levels", "64,x"], "--levels: must be a whole number; got 'x'"),
+        (["--rate", "fast"], "--rate: must be a number"),
         (["--rate", "0.1,0.2,0.3"], "rate: one for all levels or 2"),
         (["--rule", "sdg"], "rule must be a Rule or one of natural, gd"),
         (["--levels", "512,64"], "rising order; got [512, 64]"),
-        (["--passes", "0"], "--passes must be at least 1"),
+        (["--passes", "0"], "--passes: must be at least 1"),
         (["--out", "nodir/x.html"], "--out: there is no folder nodir"),
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--out", "timeline.png"], "--out: must end in .html or .svg"),
-        (["--limit", "0"], "--limit must be a finite number above 0"),
+        (["--limit", "0"], "--limit: must be a finite number above 0"),
     ],
 )
 def test_mistakes_get_one_line(model, text, tmp_path, arguments, said, capsys):

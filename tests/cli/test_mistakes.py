@@ -5,19 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from nestling.cli import main
+from tests.scripts import benchmark
 
-_SPEC = importlib.util.spec_from_file_location(
-    "mistakes", Path(__file__).parents[2] / "benchmarks" / "mistakes.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-mistakes = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(mistakes)
+mistakes = benchmark("mistakes")
 
 
 @pytest.fixture(scope="module")

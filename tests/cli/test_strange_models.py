@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from nestling.cli import main
 from nestling.models import NestlingConfig, NestlingForCausalLM, presets
 from nestling.models.tokenizer import byte_tokenizer
 from nestling.train.tokenizer import check_tokenizer
+from tests.scripts import benchmark
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
@@ -252,14 +252,8 @@ def test_a_models_own_code_never_runs_untrusted(model, kind, asked, capsys):
 
 def test_a_tokenizers_code_beside_a_gguf_never_runs_untrusted(model, asked):
     pytest.importorskip("gguf")
-    path = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
-    spec = importlib.util.spec_from_file_location("fuzz_of_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    fuzz = sys.modules["fuzz_of_models"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fuzz)
     mark = bring_code(model, "tokenizer")
-    fuzz.make_gguf(model)
+    benchmark("fuzz").make_gguf(model)
     with contextlib.suppress(ValueError):
         load_pretrained(model / "m.gguf")
     assert not asked

@@ -123,10 +123,13 @@ def test_mistakes_are_told_before_any_work(tmp_path, capsys):
     for wrong, says in (
         (["tune", "tiny", "optim.rl=1e-3..1e-2"], "did you mean optim.lr"),
         (["tune", "tiny", "level.quick.rate=1..2"], "level.NAME.rate"),
-        (["tune", "tiny", "--trials", "0"], "--trials must be at least 1"),
-        (["tune", "tiny", "--minutes", "nan"], "--minutes must be above 0"),
+        (["tune", "tiny", "--trials", "0"], "--trials: must be at least 1"),
+        (["tune", "tiny", "--minutes", "nan"], "--minutes: must be above 0"),
         (["tune", "none"], "unknown recipe"),
-        (["tune", "tiny", "model.preset=Size"], "no preset 'Size'"),
+        (
+            ["tune", "tiny", "model.preset=Size"],
+            "model.preset must be one of tiny, small, base, ",
+        ),
         (["tune", "tiny", "--trials", "1", "data.valid=builtin:2|nofile|builtin:3"], "nofile: no"),
     ):
         assert main([*wrong, "--out", str(tmp_path / "no")]) == 2

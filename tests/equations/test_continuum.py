@@ -112,6 +112,18 @@ def test_sequential_levels_learn_all_initial_states_at_the_slowest():
     assert float(meta_loss(continuum, IDS)[0].detach()) < before
 
 
+@pytest.mark.equation(73)
+def test_the_meta_loss_is_the_mean_loss_and_reptile_pulls_to_where_levels_ended():
+    model, levels, slots = tiny()
+    continuum = Continuum(model, levels, slots)
+    loss, out = meta_loss(continuum, IDS, meta="reptile")
+    torch.testing.assert_close(loss, out.losses[:, 1:].mean())
+    loss.backward()
+    for slot in slots:
+        pull = -continuum.delta(out.state, slot.name).mean(0)
+        torch.testing.assert_close(model.get_parameter(slot.name).grad, pull)
+
+
 @pytest.mark.equation(74)
 def test_independent_levels_learn_in_context_under_a_learned_aggregation():
     model, levels, slots = tiny("parallel")

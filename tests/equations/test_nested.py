@@ -26,7 +26,7 @@ from nestling.paper.nested import (
 )
 from nestling.paper.nested.blocks import ada_transformer_block, transformer_block
 from nestling.paper.nested.hope import hope_block
-from nestling.paper.nested.meta import FIRST_ORDER, FULL, REPTILE
+from nestling.paper.nested.meta import FIRST_ORDER, FULL, REPTILE, Task, meta_learning
 from nestling.paper.nested.sequences import Token, attend
 from nestling.paper.nested.training import KeyValue, sgd_problem
 from nestling.rules import Gates
@@ -213,6 +213,36 @@ def test_a_memory_conditions_on_the_context_itself(window):
 def test_a_learned_start_improves_tasks_it_never_saw(rule):
     before, after = EXAMPLE["few_shot"](rule, tasks=240)
     assert after < 0.75 * before
+
+
+@pytest.mark.equation(4, 28)
+@pytest.mark.parametrize("rule", [FULL, FIRST_ORDER, REPTILE], ids=lambda r: r.name)
+def test_the_start_steps_by_the_gradient_of_what_its_tasks_came_to(rule):
+    """Two tasks for each step of the start; every task begins there and takes two steps."""
+    start = rand(3)
+    tasks = [Task((rand(5, 3), rand(5)), (rand(4, 3), rand(4))) for _ in range(2)]
+
+    def loss(own, pair):
+        return 0.5 * (pair[0] @ own["w"] - pair[1]).square().sum()
+
+    problems = meta_learning(
+        {"w": start}, loss, rule=rule, steps=2, inner_rate=0.05, rate=0.1, tasks=2
+    )
+    state, _ = NestedSystem(problems).run(tasks)
+    leaf = start.clone().requires_grad_()
+    total = torch.zeros(())
+    for task in tasks:
+        end = leaf
+        for _ in range(2):
+            inner = loss({"w": end}, task.support)
+            (grad,) = torch.autograd.grad(inner, end, create_graph=rule is FULL)
+            end = end - 0.05 * grad
+        if rule is REPTILE:
+            total = total + 0.5 * (leaf - end.detach()).square().sum()
+        else:
+            total = total + loss({"w": end}, task.query)
+    (slope,) = torch.autograd.grad(total / 2, leaf)
+    same(state.parameters["start"]["w"], start - 0.1 * slope)
 
 
 @pytest.mark.equation(6)

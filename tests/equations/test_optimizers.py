@@ -124,8 +124,9 @@ def test_a_preconditioner_learns_curvature_as_a_memory_and_makes_newton_s_step()
 
 
 @pytest.mark.equation(39, 41)
-def test_the_preconditioner_s_own_descent_equals_autograd():
-    memory, keys, grads = double(4, 4), double(4, 5), double(4, 5)
+@pytest.mark.parametrize("pairs", [4, 5])  # as many as rows: what is transposed changes numbers
+def test_the_preconditioner_s_own_descent_equals_autograd(pairs):
+    memory, keys, grads = double(4, 4), double(4, pairs), double(4, pairs)
     for objective in (l2, dot):
         leaf = memory.clone().requires_grad_()
         loss = precondition_loss(leaf, keys, grads, objective)

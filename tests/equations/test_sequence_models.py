@@ -37,8 +37,8 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def context(*batch):
-    return Context(double(*batch, T, DI), double(*batch, T, DO), double(*batch, T, DI))
+def context(*batch, outputs=DO):
+    return Context(double(*batch, T, DI), double(*batch, T, outputs), double(*batch, T, DI))
 
 
 def scanned(memory, flow, rate=1.0, retain=1.0, rule="gd"):
@@ -47,15 +47,20 @@ def scanned(memory, flow, rate=1.0, retain=1.0, rule="gd"):
     return scan_naive(memory, *flow[:2], rate * gate, retain * gate, flow.queries, rule=rule)
 
 
+SQUARE = pytest.mark.parametrize("outputs", [DI, DO], ids=["square", "oblong"])
+"""With a square memory an exchange of keys and values changes numbers, not shapes."""
+
+
 @pytest.mark.equation(14, 15, 16, 17, 18, 61)
-def test_linear_attention_is_descent_on_a_dot_product_with_rate_one():
-    x, w_k, w_v, w_q = double(T, 5), double(DI, 5), double(DO, 5), double(DI, 5)
+@SQUARE
+def test_linear_attention_is_descent_on_a_dot_product_with_rate_one(outputs):
+    x, w_k, w_v, w_q = double(T, 5), double(DI, 5), double(outputs, 5), double(DI, 5)
     flow = project_context(x, w_k, w_v, w_q)
     for t in range(T):
         close(flow.keys[t], w_k @ x[t])
         close(flow.values[t], w_v @ x[t])
         close(flow.queries[t], w_q @ x[t])
-    start = torch.zeros(DO, DI, dtype=torch.float64)
+    start = torch.zeros(outputs, DI, dtype=torch.float64)
     reads, memory = write_and_read(hebbian, start, flow)
     scores = torch.tril(flow.queries @ flow.keys.mT)  # linear attention as everyone writes it
     close(reads, scores @ flow.values)
@@ -140,11 +145,12 @@ def test_delta_net_descends_the_l2_loss_and_takes_out_what_it_replaces(batch):
 
 
 @pytest.mark.equation(66, 67)
-def test_oja_net_descends_oja_s_objective():
-    flow, rate, retain = context(), 0.1, 0.95
-    reads, memory = write_and_read(oja_net, double(DO, DI), flow, rate=rate, retain=retain)
-    assert reads.shape == (T, DO)
-    memory = start = double(DO, DI)
+@SQUARE
+def test_oja_net_descends_oja_s_objective(outputs):
+    flow, rate, retain = context(outputs=outputs), 0.1, 0.95
+    reads, memory = write_and_read(oja_net, double(outputs, DI), flow, rate=rate, retain=retain)
+    assert reads.shape == (T, outputs)
+    memory = start = double(outputs, DI)
     for k, v in zip(flow.keys, flow.values, strict=True):
         leaf = memory.clone().requires_grad_()
         printed = -2.0 * (leaf @ k) @ v + (leaf.mT @ v).square().sum()

@@ -94,7 +94,7 @@ def test_chunks_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_backward_pass_computes_again_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "TAPE", 1)  # one segment at a time
+    monkeypatch.setattr(kernels, "TOGETHER", 1)  # one segment at a time
     compare(SelfRule(adaptive=("k", "alpha"), chunk=16, chunk_others=16), 35, 16)
 
 

@@ -178,7 +178,7 @@ def test_the_operator_keeps_to_the_rules_of_torch():
     for part in parts:
         part.requires_grad_()
     for keep in (STARTS, EVERYTHING):
-        arguments = (*RULES["stage 3"].plain, 0, keep, *parts, None, None)
+        arguments = (*RULES["stage 3"].plain, 0, 0, keep, *parts, None, None)
         torch.library.opcheck(torch.ops.nestling.self_modifying.default, arguments)
 
 

@@ -9,11 +9,11 @@ from torch import nn
 from nestling.continuum import MemoryLevel
 from nestling.description import Timeline, describe
 from nestling.levels import LevelUpdate
-from nestling.report.story import Marked, Story, Trained
+from nestling.report.demo import DemoResults, Trained
 
 
 @pytest.fixture
-def story() -> Story:
+def results() -> DemoResults:
     """Lines that end together, names of ordinary length, four levels."""
     timeline = Timeline()
     chunks = {"fast": 64, "middle": 256, "slow": 1024, "slowest": 4096}
@@ -30,7 +30,7 @@ def story() -> Story:
         name: [(at, x / 4096) for x in range(0, 4097, chunk) for at in (x, min(x + chunk, 4096))]
         for name, chunk in chunks.items()
     }
-    return Story(
+    return DemoResults(
         result=["Hope, learning 1.003; Hope 1.005.", "Every level changed: fast 64 times."],
         trained=[
             Trained(name, 996_088, 491_520, 71.3, 1.2, [(1, 5.5), (10, 3.9), (120, 1.0)])
@@ -42,7 +42,7 @@ def story() -> Story:
             name: [(g, 0.3 / (1 + i * g)) for g in (0.0, 256.0, 1024.0)]
             for i, name in enumerate(readers)
         },
-        passages=[Marked("the beginning", words * 6), Marked("after 3,000 bytes", words * 6)],
+        passages={"the beginning": words * 6, "after 3,000 bytes": words * 6},
         description=describe(model, torch.optim.AdamW(model.parameters())),
         timeline=timeline,
         levels={

@@ -1,6 +1,6 @@
 """The report in a real browser: laid out without overlaps, nothing sticks out, and not blank.
 
-Skipped where there is no Chromium; the same is checked from the SVG alone in test_story.py.
+Skipped where there is no Chromium; the same is checked from the SVG alone in test_demo_page.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nestling.cli import learn
 from nestling.description import describe
 from nestling.levels import LevelUpdate
 from nestling.models import NestlingForCausalLM, presets
-from nestling.report.story import tell
+from nestling.report.demo import demo_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
@@ -106,8 +106,8 @@ def test_pages_fit_every_screen(make, width, tmp_path, chromium):
     assert found["wide"] <= max(width, 500)  # what this browser makes its narrowest window
 
 
-def test_wide_pictures_can_be_read_and_fit_every_screen(story, tmp_path, chromium):
-    page = tell(story).save(tmp_path / "report.html")
+def test_wide_pictures_can_be_read_and_fit_every_screen(results, tmp_path, chromium):
+    page = demo_page(results).save(tmp_path / "report.html")
     for width, least in ((1280, 10), (390, 0)):
         found = look_at(page, chromium, f"--window-size={width},1000")
         assert found["out"] == []
@@ -115,8 +115,8 @@ def test_wide_pictures_can_be_read_and_fit_every_screen(story, tmp_path, chromiu
         assert found["letters"] >= least
 
 
-def test_the_report_in_a_real_browser(story, tmp_path, chromium):
-    page = tell(story).save(tmp_path / "report.html")
+def test_the_report_in_a_real_browser(results, tmp_path, chromium):
+    page = demo_page(results).save(tmp_path / "report.html")
     shot = tmp_path / "report.png"
     chromium(f"--screenshot={shot}", page.as_uri())
     found = look_at(page, chromium)

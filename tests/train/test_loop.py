@@ -186,7 +186,10 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("optim.chunks=0,1,1,1", "optim.chunks must be at least 1 each"),
         ("data.train=", "data.train must name at least one source"),
         ("data.train=hf:", "hf:NAME"),
-        ("model.preset=Size", "model.preset: no preset 'Size'; known: "),
+        (
+            "model.preset=Size",
+            "model.preset must be one of tiny, small, base, ",
+        ),
         ("model.fields.hidden_size=x", "model.fields: "),
         ("model.fields.levels=3", "model.fields: "),
         ("model.fields.levels=" + "[" * 100_000, "model.fields: "),

@@ -44,7 +44,7 @@ SHARE, MOST = 0.02, 32
 """A memory takes at most this share of the base model's bytes, and this rank, unless asked to."""
 
 FACTORS = 0.9
-"""Of that share for the factors; the rest is for samples of texts, history and descriptions."""
+"""Share of that for the factors; the rest is for samples of texts, history and descriptions."""
 
 
 def adapt(
@@ -132,7 +132,11 @@ def adapt(
             strict=True,
         )
     ]
-    moves = transfer == "move"
+    moves, share = transfer == "move", 1.0 if transfer_rate is None else float(transfer_rate)
+    if moves and not 0.0 < share <= 1.0:
+        raise ValueError(
+            f"transfer_rate: with transfer='move' a share in (0, 1]; got {transfer_rate!r}"
+        )
     continuum = Continuum(
         model,
         levels,
@@ -160,7 +164,7 @@ def adapt(
         tokenizer=tokenizer,
         limits=limits,
         snapshots=snapshots,
-        move_share=_share(transfer_rate) if moves else None,
+        move_share=share if moves else None,
         on_alarm=on_alarm,
         budget=BUDGET if natural else None,
     )
@@ -272,13 +276,6 @@ def _named(rule: str | Rule) -> tuple[str, Rule]:
     if rule not in RULES:
         raise ValueError(f"rule must be a Rule or one of {', '.join(RULES)}; got {rule!r}")
     return rule, RULES[rule]()
-
-
-def _share(rate: float | None) -> float:
-    share = 1.0 if rate is None else float(rate)
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"transfer_rate: with transfer='move' a share in (0, 1]; got {rate!r}")
-    return share
 
 
 def _plain_layers(layers: Any) -> Any:

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nestling.continuum import Continuum, ContinuumState, Fast, LevelState
+from nestling.continuum import Continuum, ContinuumState, Fast
 from nestling.continuum import fast as differences
 from nestling.continuum.fast import cut, weight_of
-from nestling.continuum.stream import Confine
+from nestling.continuum.stream import Confine, Levels
 from nestling.levels import LevelUpdate
 from nestling.tree import tree_leaves
-
-Levels = tuple[LevelState, ...]
 
 
 class Drift(NamedTuple):
@@ -234,10 +232,6 @@ class Snapshots:
                 f"rollback takes a name or a number from 1 to {len(others)}; got {which!r}"
             )
         return others[-which]
-
-    def latest(self, now: ContinuumState) -> ContinuumState:
-        """The last state that was kept; `now` where none is."""
-        return next(reversed(self.states()), now)
 
     def states(self) -> list[ContinuumState]:
         """All kept states."""

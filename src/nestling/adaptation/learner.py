@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from nestling.adaptation.metric import model_metric
 from nestling.adaptation.own_text import own_texts
 from nestling.adaptation.peft_export import LowRank, save_peft
 from nestling.adaptation.slots import left_out
-from nestling.continuum import Continuum, ContinuumState, Factors, Fast, LevelState, MemoryLevel
+from nestling.continuum import Continuum, ContinuumState, Factors, Fast, MemoryLevel
 from nestling.continuum import fast as differences
 from nestling.continuum.engine import check_move, move
 from nestling.continuum.fast import Reading, cut, weight_of
@@ -53,13 +54,12 @@ PROBE, PROBES = 64, 8
 """Tokens kept of every text to see whether later ones spoil it, and of how many texts."""
 
 NOTHING = 0.05
-"""Of the limit of forgetting: a state that raised held-out losses by no more has spoilt nothing."""
+"""Share of the limit of forgetting by which losses may rise where nothing counts as spoilt."""
 
 SCORED = 1024
 """Tokens of a text whose loss is measured before and after it is learned."""
 
-Levels = tuple[LevelState, ...]
-Progress = Callable[[int, "Report"], None]
+OnProgress = Callable[[int, "Report"], None]
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Learner:
         for number, level in enumerate(self.levels):
             last, state = self._last.get(level.name), self.state.levels[number]
             loss, gradient = (last.loss, last.grad_norm) if last else (math.nan, math.nan)
-            far = self._far(self.state, number)
+            far = norm(state.fast) / self._norms[level.name]
             updates = int(state.updates[0])
             standing.append(Drift(level.name, level.chunk, updates, loss, gradient, far))
         return tuple(standing)
@@ -279,7 +279,7 @@ class Learner:
         *,
         name: str | None = None,
         passes: int | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Report:
         """Read a text, token ids, or an iterator of either, and learn from it (Eq. 71).
 
@@ -293,7 +293,8 @@ class Learner:
         """
         if passes is not None and (isinstance(passes, bool) or passes < 1):
             raise ValueError(f"passes must be None or a whole number of at least 1; got {passes!r}")
-        self._prepare()
+        if self._budget is not None and self.continuum.metric is None:  # (measured once per model)
+            self.continuum.metric = model_metric(self.continuum.engine, self._budget)
         report, begun = Report(), time.perf_counter()
 
         def note() -> None:
@@ -302,10 +303,12 @@ class Learner:
                 progress(report.tokens, report)
 
         if isinstance(source, str) or name is not None or passes is not None:
-            ids = torch.cat([check_range(p, self._vocabulary) for p in self._pieces(source, True)])
+            given = pieces(source, self.tokenizer, begin=True)
+            ids = torch.cat([check_range(piece, self._vocabulary) for piece in given])
             self._learn_text(ids, name or _name(source), passes, report, note)
         else:
-            self._learn_stream(self._pieces(source, self._fresh), report, note)
+            fresh = self.state.tokens.shape[1] == 0 and self.state.cache is None
+            self._learn_stream(pieces(source, self.tokenizer, begin=fresh), report, note)
         note()
         return report
 
@@ -349,8 +352,7 @@ class Learner:
     def finish_pass(self, report: Report | None = None) -> None:
         """Learn what waits for its chunk to be full, and be ready for another text or pass."""
         waiting, start = self.state.tokens.shape[1], int(self.state.start[0])
-        fastest = min((lv for lv in self.levels if lv.active), key=_chunk, default=None)
-        end = None if fastest is None else fastest.next_due(start)
+        end = self._active[0].next_due(start) if self._active else None
         if waiting > 1 and end is not None:
             missing = end - start + 1 - waiting
             filler = self.state.tokens[:, -1:].expand(1, missing).clone()
@@ -423,34 +425,23 @@ class Learner:
             self._learn_piece(waiting, report)
         self._look(report)
 
-    def _pieces(self, source: Any, begin: bool) -> Iterator[Tensor]:
-        return pieces(source, self.tokenizer, begin=begin)
+    @property
+    def _active(self) -> list[MemoryLevel]:
+        """The levels that learn by themselves, fastest first."""
+        return sorted((lv for lv in self.levels if lv.active), key=attrgetter("chunk"))
 
     @property
     def _vocabulary(self) -> int:
         return int(self.config.vocab_size)
 
-    @property
-    def _moving(self) -> list[int]:
-        return self.continuum.engine.wiring.moving
-
-    @property
-    def _fresh(self) -> bool:
-        return self.state.tokens.shape[1] == 0 and self.state.cache is None
-
-    def _prepare(self) -> None:
-        """Measure, once per model, what steps cost (rule "natural")."""
-        if self._budget is not None and self.continuum.metric is None:
-            self.continuum.metric = model_metric(self.continuum.engine, self._budget)
-
     def _until_cut(self) -> int:
         """Tokens until the next absolute position where limits and consolidation are looked at."""
-        chunks = [int(level.chunk) for level in self.levels if level.active] or [PIECE]
-        step = min(chunks) * max(1, PIECE // min(chunks))
+        fastest = int(self._active[0].chunk) if self._active else PIECE
+        step = fastest * max(1, PIECE // fastest)
         read = int(self.state.start[0]) + self.state.tokens.shape[1]
         steps = [step]
         if self._move_share is not None:
-            steps += [int(self.levels[n].chunk) for n in self._moving]
+            steps += [int(self.levels[n].chunk) for n in self.continuum.engine.wiring.moving]
         done = max(read - 1, 0)
         return min(boundaries(done, done + each, each)[0] for each in steps) + 1 - read
 
@@ -458,8 +449,7 @@ class Learner:
         out = self.continuum(ids[None].to(self.device), self.state, keep_logits=False)
         report.add(out.losses[0], len(ids))
         made = self._take(out, report)
-        slowest = max((lv for lv in self.levels if lv.active), key=_chunk, default=None)
-        if slowest and any(update.level == slowest.name for update in made):
+        if any(update.level == self._active[-1].name for update in made if self._active):
             self._look(report)
             if not report.refused:
                 self._kept.add(self._snapshots.add(self.state))
@@ -507,7 +497,7 @@ class Learner:
 
     def _refuse(self, alarm: Alarm, report: Report, good: ContinuumState | None = None) -> None:
         """Go on from before the text that was begun, a `good` state or the last one; say so."""
-        name, good = self._begun or (None, good or self._snapshots.latest(self.state))
+        name, good = self._begun or (None, good or [self.state, *self._snapshots.states()][-1])
         self.state, self._begun, self._last = self.continuum.new_context(good), None, {}
         report.alarms.append(alarm)
         report.refused = True
@@ -553,7 +543,7 @@ class Learner:
         """Levels of rate 0 that were due: they changed by what has moved into them."""
         due = [
             number
-            for number in self._moving[1:]
+            for number in self.continuum.engine.wiring.moving[1:]
             if not self.levels[number].active and self.levels[number].due(state.position)
         ]
         last = made[-1].loss if made else 0.0
@@ -563,10 +553,6 @@ class Learner:
             )
             for n in due
         ]
-
-    def _far(self, state: ContinuumState, number: int) -> float:
-        """A level's drift: the norm of its difference over that of the weights it sits on."""
-        return norm(state.levels[number].fast) / self._norms[self.levels[number].name]
 
     # Going back, and further
 
@@ -764,10 +750,6 @@ def _name(source: Any) -> str:
     """A name for a text that has none: its first words."""
     words = " ".join(source[:200].split()) if isinstance(source, str) else "text"
     return words if len(words) <= 40 else words[:37] + "..."
-
-
-def _chunk(level: MemoryLevel) -> int | float:
-    return level.chunk
 
 
 def _mb(size: int) -> str:

@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     notes: Any
 
 
-def describe(learner: Learner) -> dict[str, Any]:
+def identity(learner: Learner) -> dict[str, Any]:
     """The facts that must be equal for a memory to fit: model, levels, and their places."""
     continuum, settings = learner.continuum, learner.settings
     return {
@@ -84,7 +84,7 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
     """Write a memory; the old one stays until the new one is complete."""
     texts = [*learner.texts, *([learner.begun] if learner.begun else [])]
     facts = {
-        **describe(learner),
+        **identity(learner),
         "position": state.position,
         "settings": learner.settings,
         "history": [list(update) for update in learner.history],
@@ -115,7 +115,7 @@ def load(folder: Path, learner: Learner) -> Saved:
     _must_be_there(folder)
     tree, facts = load_state(folder, NAME, KIND, _types(learner.continuum))
     _check_facts(folder, facts)
-    _compare(folder, facts, describe(learner))
+    _compare(folder, facts, identity(learner))
     try:
         history = [LevelUpdate(*update) for update in facts["history"]]
     except TypeError as error:

@@ -29,10 +29,10 @@ from nestling.continuum.fast import Reading
 from nestling.losses import pair_losses
 
 DAMPING = 0.1
-"""Of the mean second moment, added to all directions: what a short sample cannot tell is small."""
+"""Share of the mean second moment added to all directions, for what a short sample misses."""
 
 
-class Cost(NamedTuple):
+class SlotCost(NamedTuple):
     """The cost of one slot's steps: `scale (I - basis diag(held) basis^T)` is `A^-1 / s`."""
 
     basis: Tensor  # [Di, K], orthonormal
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 class Metric:
     """The cost of steps, for every slot; made by `measure_metric` and given to a `Continuum`."""
 
-    def __init__(self, costs: Sequence[Cost], budget: float) -> None:
+    def __init__(self, costs: Sequence[SlotCost], budget: float) -> None:
         self.costs, self.budget = tuple(costs), budget
 
     def __call__(self, slots: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -99,7 +99,7 @@ def measure_metric(
     return Metric(costs, budget)
 
 
-def _cost(inputs: Tensor, surprises: Tensor, size: int, damping: float) -> Cost:
+def _cost(inputs: Tensor, surprises: Tensor, size: int, damping: float) -> SlotCost:
     """The inverse of the inputs' damped second moment, by its leading directions: [n, Di]."""
     exact = inputs.detach().to(torch.promote_types(inputs.dtype, torch.float32))
     count, width = exact.shape
@@ -110,6 +110,6 @@ def _cost(inputs: Tensor, surprises: Tensor, size: int, damping: float) -> Cost:
     floor = max(damping * float(moments.sum()) / width + rest, 1e-30)
     leading = (moments[:kept] - rest).clamp(min=0.0)
     outer = max(float(surprises.detach().double().square().mean()), 1e-30)
-    return Cost(
+    return SlotCost(
         directions[:kept].mT.contiguous(), leading / (leading + floor), 1.0 / (floor * outer)
     )

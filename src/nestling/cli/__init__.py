@@ -48,6 +48,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments."""
+        message = message.removeprefix("argument ")
         raise ValueError(f"{message} (`{self.prog} --help` explains)")
 
 

@@ -7,8 +7,6 @@ import argparse
 from nestling.checks import one_of
 from nestling.cli import Parser
 
-_PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
-
 _EXAMPLES = """examples:
   nestling cost hope_760m --tokens 30e9 --gpus 8
   nestling cost hope_1b3 --tokens 100e9 --gpus 64 --gpu h100
@@ -25,7 +23,7 @@ def parser() -> Parser:
         description="Operations, bytes and communication of a training run on GPUs.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("preset", help=", ".join(_PRESETS))
+    made.add_argument("preset", help="tiny, small, base, hope_760m or hope_1b3")
     made.add_argument("--mixer", default="hope", help="hope, transformer, titans, ...")
     made.add_argument("--tokens", type=float, default=30e9, help="tokens to train on (30e9)")
     made.add_argument("--gpus", type=int, default=8, help="how many (8)")
@@ -41,11 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.models import presets
     from nestling.train.cost import cost
 
-    if arguments.preset not in _PRESETS:
-        raise ValueError(f"unknown preset {arguments.preset!r}; known: {', '.join(_PRESETS)}")
+    one_of("preset", arguments.preset, presets.SIZES)
     one_of("--mixer", arguments.mixer, presets.MODELS)
     plan = cost(
-        getattr(presets, arguments.preset)(arguments.mixer),
+        presets.configure(presets.SIZES[arguments.preset], arguments.mixer),
         tokens=arguments.tokens,
         gpus=arguments.gpus,
         gpu=arguments.gpu,

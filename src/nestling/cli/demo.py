@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nestling.cli import Parser
+from nestling.cli.options import whole
 
 NAMES = {"hope": "Hope", "hope_attention": "Transformer"}
 PASSAGE = 420  # characters of a shaded passage
@@ -27,9 +28,11 @@ def parser() -> Parser:
         "plots. Needs no network; a few minutes on 2 cores.",
     )
     made.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the demo")
-    made.add_argument("--steps", type=int, default=120, help="training steps of each model")
-    made.add_argument("--documents", type=int, default=4, help="unseen documents to stream")
-    made.add_argument("--characters", type=int, default=6000, help="length of those documents")
+    made.add_argument("--steps", type=whole(), default=120, help="training steps of each model")
+    made.add_argument("--documents", type=whole(), default=4, help="unseen documents to stream")
+    made.add_argument(
+        "--characters", type=whole(600), default=6000, help="length of those documents"
+    )
     made.add_argument("--seed", type=int, default=0, help="of all random choices (0)")
     return made
 
@@ -48,27 +51,24 @@ class Arm(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, stream, compare, report."""
-    if arguments.steps < 1 or arguments.documents < 1:
-        raise ValueError("--steps and --documents must be at least 1")
-    if arguments.characters < 600:
-        raise ValueError(f"--characters must be at least 600; got {arguments.characters}")
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"--out: {arguments.out} is not a folder")
-    from nestling.report.story import tell
+    from nestling.report.demo import demo_page
 
     begin = time.perf_counter()
     hope, transformer = (_train(name, arguments) for name in NAMES)
     ids = _unseen(hope.tokenizer, arguments)
     readers = _readers(hope, transformer)
-    _say(f"reading {len(ids)} unseen documents of {ids.shape[1]:,} bytes")
-    read = {reader.name: reader.losses(ids) for reader in _shown(readers)}
-    _say("testing what is left of a document after reading other text")
-    kept = {reader.name: _kept(reader, ids) for reader in _shown(readers)}
+    _say(f"reading {len(ids)} unseen documents of {ids.shape[1]:,} bytes, once more after others")
+    read, kept = {}, {}
+    for reader in readers:
+        _say(f"  {reader.name}")
+        read[reader.name], kept[reader.name] = reader.read(ids), _kept(reader, ids)
     _say("writing")
-    story = _story(hope, transformer, ids, read, kept)
-    for line in story.result:
+    results = _collect(hope, transformer, ids, read, kept)
+    for line in results.result:
         print(line)
-    path = tell(story).save(arguments.out / "report.html").resolve()
+    path = demo_page(results).save(arguments.out / "report.html").resolve()
     minutes, seconds = divmod(round(time.perf_counter() - begin), 60)
     print(f"report: {path}  (took {minutes} min {seconds:02d} s)")
     return 0
@@ -76,17 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     print(f"== {line}", file=sys.stderr, flush=True)
-
-
-def _shown(readers: list[Any]) -> Any:
-    """The readers one after the other, with a bar in a terminal."""
-    if not sys.stderr.isatty():
-        return readers
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(readers, description="reading", console=console, transient=True)
 
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
@@ -151,9 +140,6 @@ class Reader(NamedTuple):
                 ids, past_key_values=cache, use_cache=cache is not None, learn=self.learn
             )
         return pair_losses(out.logits[:, :-1], ids[:, 1:])
-
-    def losses(self, ids: Any) -> Any:
-        return self.read(ids)
 
     def begun(self, ids: Any) -> Any:
         """The memory after some text."""
@@ -227,7 +213,7 @@ def _worth(model: Any, ids: Any, all_learn: Any) -> dict[str, float]:
     found = {}
     for name in names:
         some = tuple(each for each in names if each != name)
-        found[name] = float((Reader("", model, some or False).losses(ids) - all_learn).mean())
+        found[name] = float((Reader("", model, some or False).read(ids) - all_learn).mean())
     return found
 
 
@@ -247,7 +233,7 @@ def _result(read: dict[str, Any], counts: dict[str, int], kept: dict[str, Any]) 
     ]
 
 
-def _story(
+def _collect(
     hope: Arm,
     transformer: Arm,
     ids: Any,
@@ -257,7 +243,7 @@ def _story(
     import torch
 
     from nestling.description import Timeline, describe
-    from nestling.report.story import Story
+    from nestling.report.demo import DemoResults, Trained
 
     with torch.no_grad():
         updates = hope.model(ids[:1], use_cache=False, measure=True).updates or ()
@@ -276,9 +262,19 @@ def _story(
     counts = {name: sum(u.level == name for u in updates) for name in far}
     first = next(iter(read.values()))
     text = bytes(ids[0].tolist()).decode(errors="replace")
-    return Story(
+    return DemoResults(
         result=_result(read, counts, kept),
-        trained=[_trained(arm) for arm in (hope, transformer)],
+        trained=[
+            Trained(
+                name=NAMES[arm.name],
+                parameters=sum(p.numel() for p in arm.model.parameters()),
+                tokens=arm.recipe.run.steps * arm.recipe.run.rows * arm.recipe.data.length,
+                seconds=arm.seconds,
+                best=arm.best,
+                curve=_curve(arm.folder / "metrics.jsonl"),
+            )
+            for arm in (hope, transformer)
+        ],
         documents=len(ids),
         positions={name: _by_position(found) for name, found in read.items()},
         kept=kept,
@@ -292,37 +288,21 @@ def _story(
     )
 
 
-def _trained(arm: Arm) -> Any:
-    from nestling.report.story import Trained
-
-    run = arm.recipe.run
-    return Trained(
-        name=NAMES[arm.name],
-        parameters=sum(p.numel() for p in arm.model.parameters()),
-        tokens=run.steps * run.rows * arm.recipe.data.length,
-        seconds=arm.seconds,
-        best=arm.best,
-        curve=_curve(arm.folder / "metrics.jsonl"),
-    )
-
-
 def _curve(path: Path) -> list[tuple[float, float]]:
     """(step, loss) of a run's log; of a step logged twice (a resumed run), the last."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sorted({row["step"]: row["loss"] for row in rows if "loss" in row}.items())
 
 
-def _passages(text: str, losses: list[float]) -> list[Any]:
+def _passages(text: str, losses: list[float]) -> dict[str, list[tuple[str, float]]]:
     """The beginning and a later part of a document, word by word with each word's mean loss."""
-    from nestling.report.story import Marked
-
     later = text.find("\n", len(text) * 3 // 4) + 1
-    found = []
+    found = {}
     for title, start in (("the beginning", 0), (f"after {later:,} bytes", later)):
         words, place = [], start
         for word in text[start : start + PASSAGE].split(" ")[:-1]:
             own = losses[place : place + len(word)] or [0.0]
             words.append((word, sum(own) / len(own)))
             place += len(word) + 1
-        found.append(Marked(title, words))
+        found[title] = words
     return found

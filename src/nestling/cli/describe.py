@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.cli import Parser
+from nestling.cli.options import new_file
 
 _EXAMPLES = """examples:
   nestling describe hope --optimizer M3
@@ -15,13 +16,9 @@ _EXAMPLES = """examples:
   nestling describe path/to/a/model --optimizer Muon --out model.svg
   nestling describe Qwen/Qwen3-0.6B --download --optimizer AdamW"""
 
-SIZES = {"tiny": "tiny", "small": "small", "base": "base", "760m": "hope_760m", "1b3": "hope_1b3"}
-
 
 def parser() -> Parser:
     """The command's arguments."""
-    from nestling.cli.generate import new_file
-
     made = Parser(
         "describe",
         description="Show a model and its optimizer as a nested system: which part learns what,\n"
@@ -34,7 +31,8 @@ def parser() -> Parser:
     made.add_argument(
         "--download", action="store_true", help="ask the hub for a configuration that is not here"
     )
-    made.add_argument("--size", choices=SIZES, default="tiny", help="of our models (default tiny)")
+    sizes = ("tiny", "small", "base", "760m", "1b3")
+    made.add_argument("--size", choices=sizes, default="tiny", help="of our models (default tiny)")
     made.add_argument("--optimizer", help="a class of nestling.optim or torch.optim")
     made.add_argument(
         "--out", type=new_file(".svg", ".html"), help="also draw it, as .html or .svg"
@@ -51,7 +49,8 @@ def build(name: str, size: str, *, download: bool = False) -> Any:
     from nestling.models import presets
 
     if name in presets.MODELS:
-        config = getattr(presets, SIZES[size])(name)
+        paper = f"hope_{size}"
+        config = presets.configure(presets.SIZES[paper if paper in presets.SIZES else size], name)
     else:
         config = _configuration(name, download)
     with torch.device("meta"):

@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"{platform.processor() or 'CPU'}, no GPU"
     rows.append(("device", device))
-    threads, cores = torch.get_num_threads(), _cores()
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     rows.append(("threads", f"{threads} of {cores} cores this process may use"))
     if threads > cores:
         advice.append(f"set OMP_NUM_THREADS={cores}: more threads than cores slow each other down")
@@ -87,12 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in advice or ["nothing to change"]:
         print(f"  {line}")
     return 0
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _version(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from nestling.checks import one_of
 from nestling.cli import Parser
+from nestling.cli.options import MODEL, folder, load, new_file, trust_option, whole
 
 _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
@@ -29,19 +30,19 @@ loss at position 100,000 is the loss of a model that has read all of it."""
 
 def parser() -> Parser:
     """The command's arguments."""
-    from nestling.cli.generate import folder, new_file, trust_option
-
     made = Parser(
         "eval",
         description="Perplexity on a file and loss against position, or tasks of lm-eval.",
         epilog=_EXAMPLES,
     )
-    made.add_argument("model", help="folder, nestling:small, hub name, .gguf or llama2.c .bin file")
+    made.add_argument("model", help=MODEL)
     made.add_argument("file", nargs="?", type=Path, help="text to read")
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--facts", action="store_true", help="ask for the file's names and numbers")
-    made.add_argument("--bins", type=int, default=8, help="positions are shown in this many bins")
-    made.add_argument("--tokens", type=int, help="read at most this many tokens")
+    made.add_argument(
+        "--bins", type=whole(), default=8, help="positions are shown in this many bins"
+    )
+    made.add_argument("--tokens", type=whole(2), help="read at most this many tokens")
     made.add_argument("--tasks", help="lm-eval tasks, or tasks of the suite, separated by commas")
     made.add_argument("--suite", help="long texts: ruler, babilong, qasper, longhealth")
     made.add_argument("--lengths", default="1k,4k", help="of the suite, in tokens: 1k,4k,16k,1M")
@@ -52,7 +53,7 @@ def parser() -> Parser:
         " takes words of its own and the built-in corpus",
     )
     made.add_argument("--include", type=Path, help="folder with task files (YAML) of your own")
-    made.add_argument("--limit", type=int, help="examples per task")
+    made.add_argument("--limit", type=whole(), help="examples per task")
     made.add_argument("--out", type=new_file(), help="write the figures as JSON")
     trust_option(made)
     return made
@@ -68,12 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("--facts asks about a file; give one")
     if arguments.tasks is not None and not all(arguments.tasks.split(",")):
         raise ValueError(f"--tasks names tasks, separated by commas; got {arguments.tasks!r}")
-    if arguments.tokens is not None and arguments.tokens < 2:
-        raise ValueError(f"--tokens must be at least 2; got {arguments.tokens}")
-    if arguments.bins < 1:
-        raise ValueError(f"--bins must be at least 1; got {arguments.bins}")
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ValueError(f"--limit must be at least 1; got {arguments.limit}")
     if arguments.include is not None and not arguments.include.is_dir():
         raise ValueError(f"--include: {arguments.include} is not a folder")
     if arguments.suite:
@@ -86,13 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _file(arguments: argparse.Namespace) -> dict[str, object]:
-    from nestling.cli.generate import load
     from nestling.evaluate.lm import loss_by_position
+    from nestling.train.corpus import read_text
 
-    if not arguments.file.is_file():
-        raise ValueError(f"{arguments.file}: no such file")
-    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
-    text = arguments.file.read_text(errors="replace")
+    text = read_text(arguments.file)
+    model, tokenizer = load(arguments)
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
     result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)
@@ -134,7 +127,6 @@ def _with_memory(memory: Path, model: Any, tokenizer: Any) -> Any:
 
 
 def _suite(arguments: argparse.Namespace) -> dict[str, object]:
-    from nestling.cli.generate import load
     from nestling.evaluate.samples import PLAIN_WORDS, Books, parse_lengths
     from nestling.evaluate.suites import SUITES, Data, evaluate
     from nestling.train.builtin_text import chronicles
@@ -145,7 +137,7 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
         data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
     else:
         data = Data.load(arguments.data)
-    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    model, tokenizer = load(arguments)
     found: dict[str, object] = {}
     for result in evaluate(
         model,
@@ -174,13 +166,12 @@ def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
             raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         known = TaskManager(include_path=arguments.include and str(arguments.include))
-    from nestling.cli.generate import load
 
     wanted = [task.strip() for task in arguments.tasks.split(",")]
     unknown = [task for task in wanted if task not in known.all_tasks]
     if unknown:
         raise ValueError(f"--tasks: lm-eval has no task {unknown[0]!r} (`lm-eval ls tasks` lists)")
-    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    model, tokenizer = load(arguments)
     memory = arguments.memory and _with_memory(arguments.memory, model, tokenizer)
     with quiet(), memory.reading() if memory else contextlib.nullcontext():
         results = lm_eval.simple_evaluate(

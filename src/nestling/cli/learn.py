@@ -14,6 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from nestling.cli import Parser
+from nestling.cli.options import (
+    MODEL,
+    folder,
+    load,
+    new_file,
+    number,
+    several,
+    trust_option,
+    whole,
+)
 
 _EXAMPLES = """examples:
   nestling learn nestling:small --from diary.txt --memory mine    # a small model that comes along
@@ -34,16 +44,12 @@ learned. See docs/adapt.md."""
 
 def parser() -> Parser:
     """The command's arguments."""
-    from nestling.cli.generate import folder, new_file, trust_option
-
     made = Parser(
         "learn",
         description="Let a pretrained model learn texts into a memory of several time scales.",
         epilog=_EXAMPLES,
     )
-    made.add_argument(
-        "model", help="folder, nestling:small, hub name, .gguf file or llama2.c .bin file"
-    )
+    made.add_argument("model", help=MODEL)
     made.add_argument(
         "--from",
         dest="files",
@@ -54,28 +60,36 @@ def parser() -> Parser:
         help="texts to learn, one after the other",
     )
     made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
+    any_number = number(lambda value: True, "a number")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
-    new.add_argument("--levels", help="tokens between updates, fastest first (64,512)")
-    new.add_argument("--rate", help="for all levels, or one each (natural steps: 1)")
+    new.add_argument(
+        "--levels", type=several(whole()), help="tokens between updates, fastest first (64,512)"
+    )
+    new.add_argument(
+        "--rate", type=several(any_number), help="for all levels, or one each (natural steps: 1)"
+    )
     new.add_argument("--rule", help="natural (default), gd, momentum, adam, dgd, muon, m3, ...")
-    new.add_argument("--retain", help="what a level keeps at each update (default 1)")
+    new.add_argument(
+        "--retain", type=several(any_number), help="what a level keeps at each update (default 1)"
+    )
     new.add_argument("--layers", help='layers that learn: "last half", "first 4", 3,4,5')
     new.add_argument("--assign", help="share (default), split, layers, own")
-    new.add_argument("--rank", type=int, help="keep differences as factors of this rank")
+    new.add_argument("--rank", type=whole(), help="keep differences as factors of this rank")
     new.add_argument("--transfer", help="move, reptile, first_order: from fast to slow levels")
-    made.add_argument("--passes", type=int, help="how often each text is read (short ones: 4)")
-    new.add_argument("--context", type=int, help="the model's own context, in tokens")
-    made.add_argument("--limit", type=float, default=1.0, help="drift of a level at most (1)")
+    made.add_argument("--passes", type=whole(), help="how often each text is read (short ones: 4)")
+    new.add_argument("--context", type=whole(), help="the model's own context, in tokens")
+    positive = number(lambda value: 0 < value < math.inf, "a finite number above 0")
+    made.add_argument("--limit", type=positive, default=1.0, help="drift of a level at most (1)")
     made.add_argument(
         "--forget",
         type=float,
         default=1.0,
         help="a text is refused if it raises the loss on earlier ones by more (1 nat per token)",
     )
-    made.add_argument("--tokens", type=int, help="read at most so many tokens of each file")
+    made.add_argument("--tokens", type=whole(), help="read at most so many tokens of each file")
     made.add_argument(
         "--save-every",
-        type=int,
+        type=whole(),
         default=16384,
         metavar="TOKENS",
         help="save the memory after so many (default 16384): a stopped run goes on from there",
@@ -111,7 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
     from nestling.adaptation import DriftWarning, Limits, adapt, load_learner
     from nestling.adaptation.learner import encode
-    from nestling.cli.generate import load
     from nestling.machine import keep_memory
 
     resumed = (arguments.memory / "memory.json").is_file()
@@ -122,7 +135,7 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
         raise ValueError(f"{arguments.memory}: no memory there; --from FILE makes one")
     limits = Limits(drift=arguments.limit, forget=arguments.forget)
     keep_memory()
-    model, tokenizer = load(arguments.model, trust_remote_code=arguments.trust_remote_code)
+    model, tokenizer = load(arguments)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
     if not resumed:
         learner = adapt(model, **settings, **options)
@@ -224,24 +237,17 @@ def _learn_file(
 def _check(arguments: argparse.Namespace) -> None:
     if not arguments.files and arguments.undo is None and arguments.export is None:
         raise ValueError("give texts to learn with --from, or --undo NAME, or --export FOLDER")
-    for name in ("tokens", "save_every", "rank", "context", "passes"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     if arguments.export is not None and arguments.export.exists() and not arguments.export.is_dir():
         raise ValueError(f"--export: {arguments.export} is not a folder")
-    if not 0 < arguments.limit < math.inf:
-        raise ValueError(f"--limit must be a finite number above 0; got {arguments.limit}")
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of a new memory, from the arguments that were given."""
     settings: dict[str, Any] = {}
     if arguments.levels is not None:
-        settings["chunks"] = [_whole(part, "--levels") for part in arguments.levels.split(",")]
+        settings["chunks"] = arguments.levels
     for name in ("rate", "retain"):
-        if (text := getattr(arguments, name)) is not None:
-            values = [_number(part, f"--{name}") for part in text.split(",")]
+        if (values := getattr(arguments, name)) is not None:
             settings[name] = values if len(values) > 1 else values[0]
     if arguments.layers is not None:
         words = arguments.layers.replace("-", "").replace(",", "")
@@ -262,26 +268,10 @@ def _refuse(memory: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _whole(text: str, name: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{name}: whole numbers with commas between, such as 64,512; got {text!r}")
-    return int(text)
-
-
-def _number(text: str, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name}: a number, or several with commas; got {text!r}") from None
-
-
 def _text(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
+    from nestling.train.corpus import read_text
+
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path}: an empty file")
     return text
@@ -336,32 +326,24 @@ def _draw(learner: Any, out: Path, memory: Path, told: Sequence[str] = ()) -> Pa
         timeline.record(update)
     if out.suffix == ".svg":
         return timeline.draw(out)
-    from html import escape
+    from nestling.report import Page
 
     drift = {d.level: f"{d.drift:.1%}" for d in learner.drift}
-    rows = "".join(
-        f"<tr><td>{escape(d.level)}</td><td>every {d.chunk} tokens</td><td>{d.updates}</td>"
-        f"<td>{drift[d.level]}</td></tr>"
-        for d in learner.drift
+    page = Page(f"What the memory {str(memory)!r} learned, and when", " ".join(told))
+    page.figure(
+        timeline.picture({level: f"drift {size}" for level, size in drift.items()}),
+        "Every update of every level, its surprise, and the path of its weights.",
+        wide=True,
     )
-    brought = "".join(f"<p>{escape(each)}</p>" for each in told)
-    said = {level: f"drift {number}" for level, number in drift.items()}
-    out.write_text(
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Memory timeline</title>'
-        '<meta name="viewport" content="width=device-width">'
-        "<style>body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:1180px"
-        ";padding:0 1rem;color:#1d2733}h1{font-size:1.6rem;line-height:1.2}"
-        "svg{max-width:100%;height:auto}h1{overflow-wrap:anywhere}table{margin:1rem 0}"
-        "td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}</style>"
-        f"<h1>What the memory {escape(repr(str(memory)))} learned, and when</h1>"
-        f"{brought}{timeline.picture(said)}<table><tr><th>level</th><th>learns</th><th>updates</th>"
-        f"<th>drift</th></tr>{rows}</table>"
-        f"<p>The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
-        " level has learned"
-        " over the size of the weights it changes.</p></html>\n",
-        encoding="utf-8",
+    page.table(
+        ["level", "learns", "updates", "drift"],
+        [(d.level, f"every {d.chunk} tokens", d.updates, drift[d.level]) for d in learner.drift],
     )
-    return out
+    page.text(
+        f"The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
+        " level has learned over the size of the weights it changes."
+    )
+    return page.save(out)
 
 
 def _say(line: str) -> None:

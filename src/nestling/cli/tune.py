@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nestling.cli import Parser
+from nestling.cli.options import number, whole
 
 if TYPE_CHECKING:
     from nestling.train.recipe import Recipe
@@ -54,9 +55,13 @@ def parser() -> Parser:
     made.add_argument(
         "settings", nargs="*", metavar="key=values", help="what to search, and fixed changes"
     )
-    made.add_argument("--trials", type=int, default=8, help="how many (default: 8)")
-    made.add_argument("--minutes", type=float, help="start no trial after so many minutes")
-    made.add_argument("--jobs", type=int, default=1, help="trials at a time (default: 1)")
+    made.add_argument("--trials", type=whole(), default=8, help="how many (default: 8)")
+    made.add_argument(
+        "--minutes",
+        type=number(lambda value: value > 0, "above 0"),
+        help="start no trial after so many minutes",
+    )
+    made.add_argument("--jobs", type=whole(), default=1, help="trials at a time (default: 1)")
     made.add_argument(
         "--sampler",
         choices=("halton", "tpe"),
@@ -74,14 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.train.search import apply, is_axis, read_space
     from nestling.train.trainer import check
 
-    for name, least in (("trials", 1), ("jobs", 1)):
-        if getattr(arguments, name) < least:
-            raise ValueError(f"--{name} must be at least {least}; got {getattr(arguments, name)}")
-    if arguments.minutes is not None and not arguments.minutes > 0:
-        raise ValueError(f"--minutes must be above 0; got {arguments.minutes}")
     fixed = [s for s in arguments.settings if not is_axis(s)]
     recipe = changed(get_recipe(arguments.recipe), fixed)
-    space = read_space([s for s in arguments.settings if is_axis(s)] or [_usual(recipe)])
+    usual = f"optim.lr={recipe.optim.lr / 3:.3g}..{recipe.optim.lr * 3:.3g}"
+    space = read_space([s for s in arguments.settings if is_axis(s)] or [usual])
     check(recipe)
     most = max(2, *(len(axis.choices) for axis in space)) - 1
     for place in range(most + 1):  # both ends and every choice, before any work
@@ -97,18 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     return _tell(arguments.recipe, fixed, space, results, recipe)
 
 
-def _usual(recipe: Recipe) -> str:
-    """The search when nothing is named: the rate, from a third to three times its value."""
-    return f"optim.lr={recipe.optim.lr / 3:.3g}..{recipe.optim.lr * 3:.3g}"
-
-
 def _levels(recipe: Recipe) -> list[dict[str, Any]]:
     """The levels of a recipe's model, as its configuration has them."""
     from nestling.models import presets
 
-    make = getattr(presets, recipe.model.preset)
-    found: list[dict[str, Any]] = make(recipe.model.mixer, **recipe.model.fields).levels
-    return found
+    size = presets.SIZES[recipe.model.preset]
+    config = presets.configure(size, recipe.model.mixer, **recipe.model.fields)
+    return config.levels or []
 
 
 def _same_search(folder: Path, name: str, fixed: Sequence[str], space: Sequence[Axis]) -> None:
@@ -262,13 +258,13 @@ def _finished(
     from nestling.files import expect, read_json
 
     done = {}
-    for number in range(trials):
-        place = folder / f"trial-{number:03d}"
+    for trial in range(trials):
+        place = folder / f"trial-{trial:03d}"
         if (place / "result.json").exists():
             path = place / "result.json"
             loss = expect(read_json(path)[0], {"loss": object, "code": object}, path)["loss"]
             loss = math.inf if loss is None else expect(loss, float, f"{path}: loss")
-            done[number] = _point(place / "point.json", space), loss
+            done[trial] = _point(place / "point.json", space), loss
     return done
 
 
@@ -287,9 +283,9 @@ def _tell(
 
     ranked = sorted(results.items(), key=lambda item: (item[1][1], item[0]))
     table = Table("trial", "validation loss", *(axis.key for axis in space))
-    for number, (point, loss) in ranked:
+    for trial, (point, loss) in ranked:
         shown = f"{loss:.4f}" if math.isfinite(loss) else "failed"
-        table.add_row(str(number), shown, *(point[axis.key] for axis in space))
+        table.add_row(str(trial), shown, *(point[axis.key] for axis in space))
     console = Console()
     console.print(table, markup=False)
     if not ranked or not math.isfinite(ranked[0][1][1]):

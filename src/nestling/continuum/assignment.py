@@ -75,8 +75,8 @@ def shared_slots(model: nn.Module, levels: int) -> tuple[Slot, ...]:
 def owned(slots: Sequence[Slot], levels: Sequence[Level]) -> tuple[tuple[Owned, ...], ...]:
     """For every level the parts it owns, in the order of the slots."""
     names = [slot.name for slot in slots]
-    if len(set(names)) < len(names):
-        raise ValueError(f"slots: every matrix is one slot; {_twice(names)!r} is named twice")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"slots: every matrix is one slot; {twice[0]!r} is named twice")
     found: list[list[Owned]] = [[] for _ in levels]
     for number, slot in enumerate(slots):
         for part in slot.parts:
@@ -163,7 +163,3 @@ def _refuse_overlap(slot: Slot) -> None:
             apart = apart and (one.stop <= other.start or other.stop <= one.start)
             if one.level == other.level and not apart:
                 raise ValueError(f"slots: {slot.name!r}: level {one.level} owns a part twice")
-
-
-def _twice(names: list[str]) -> str:
-    return next(name for name in names if names.count(name) > 1)

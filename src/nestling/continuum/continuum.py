@@ -14,8 +14,8 @@ from nestling.continuum.fast import Owned, weight_of
 from nestling.continuum.stream import (
     Confine,
     ContinuumState,
-    Metric,
     Output,
+    Precondition,
     TokenStream,
     begin,
     context_limit,
@@ -73,7 +73,7 @@ class Continuum(nn.Module):
         segment: int | None = None,
         learn_rates: bool = False,
         loss: Loss | None = None,
-        metric: Metric | None = None,
+        metric: Precondition | None = None,
         confine: Confine | None = None,
         natural: bool = False,
     ) -> None:
@@ -152,7 +152,7 @@ class Continuum(nn.Module):
         targets: with a `loss`: what the inputs `ids` [B, T, ...] are to give, [B, T, ...].
         """
         if self.loss is not None:
-            return self._pairs(ids, targets, state, learn, meta, measure)
+            return self._pairs(self.loss, ids, targets, state, learn, meta, measure)
         if targets is not None:
             raise ValueError(
                 "targets belong to a module with a loss; a stream of tokens has its own"
@@ -178,6 +178,7 @@ class Continuum(nn.Module):
 
     def _pairs(
         self,
+        loss: Loss,
         inputs: Tensor,
         targets: Tensor | None,
         state: ContinuumState | None,
@@ -201,11 +202,9 @@ class Continuum(nn.Module):
         wanted = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         if isinstance(learn, Tensor):
             wanted = learn.to(torch.bool).expand_as(wanted)
-        if self.loss is None:
-            raise ValueError("this continuum has no loss")
         with torch.inference_mode(False):
             rates = self.rates(graph=meta == "second_order")
-            stream = PairStream(self.engine, self.loss, rates, meta=meta, measure=measure)
+            stream = PairStream(self.engine, loss, rates, meta=meta, measure=measure)
             learning = learn is not False and bool(self.engine.wiring.order)
             return stream.learn(inputs, targets, wanted, state, learn=learning)
 

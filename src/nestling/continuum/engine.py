@@ -485,7 +485,7 @@ def _retain(state: LevelState, level: MemoryLevel) -> Rate:
 
 
 def _shape(fast: Fast, rank: int | None) -> tuple[Fast, Tensor | float]:
-    """As a level keeps it, a matrix or factors of its rank, and the norm of what that drops."""
+    """A difference as its level keeps it, full or of a rank, and the norm of what that drops."""
     if fast is None:
         return None, 0.0
     return (differences.dense(fast), 0.0) if rank is None else differences.truncate(fast, rank)
@@ -612,11 +612,7 @@ def _second_order(state: LevelState, wiring: Wiring, rate: Rate, graph: bool) ->
         state.outer_surprise.sum(), leaves, create_graph=graph, retain_graph=True
     )
     new = [_descend(s, g, rate, factor, 1.0) for s, g in zip(leaves, grads, strict=True)]
-    return [s if graph or s is None else _leaf(s) for s in new]
-
-
-def _leaf(start: Fast) -> Fast:
-    return start.detach().requires_grad_() if isinstance(start, Tensor) else start
+    return [s.detach().requires_grad_() if isinstance(s, Tensor) and not graph else s for s in new]
 
 
 def check_move(wiring: Wiring) -> None:
@@ -728,8 +724,7 @@ class Engine:
 
     def init(self, batch: int) -> tuple[LevelState, ...]:
         """Every level before the first pair: nothing learned."""
-        like = self.like
-        return tuple(self._empty(number, batch, like) for number in range(len(self.levels)))
+        return tuple(self._empty(number, batch) for number in range(len(self.levels)))
 
     def bases(self) -> list[LiveSlot]:
         """Every slot without differences: looked up once for many segments."""
@@ -874,8 +869,8 @@ class Engine:
                 _note_return(updates, wiring.levels[number].name, before, new[number], measure)
         return tuple(new), updates
 
-    def _empty(self, number: int, batch: int, like: Tensor) -> LevelState:
-        parts = self.wiring.parts[number]
+    def _empty(self, number: int, batch: int) -> LevelState:
+        parts, like = self.wiring.parts[number], self.like
         state = empty(len(parts), batch, like)
         nested = self.wiring.transfer == "second_order" and number in self.wiring.order
         if not nested or self.wiring.slower(number) is None:

@@ -146,7 +146,7 @@ def handier(columns: int, outputs: int, inputs: int, readers: int = 1) -> bool:
 
 
 def handy(fast: Fast) -> Fast:
-    """In the form that is handier for one reader."""
+    """A gradient in the form that is handier for one reader."""
     if not isinstance(fast, Factors):
         return fast
     outputs, inputs, columns = fast.left.shape[-2], *fast.right.shape[-2:]
@@ -310,7 +310,8 @@ class Reading:
         else:
             y = plain()
         for part, fast in aside:
-            y = y + _spread(read(_inputs(rows, part), fast), part, y.shape).to(y.dtype)
+            seen = rows[..., part.start : part.stop] if part.axis == 1 else rows
+            y = y + _spread(read(seen, fast), part, y.shape).to(y.dtype)
         if self.record:
             if not y.requires_grad:
                 y.requires_grad_()
@@ -358,10 +359,6 @@ def _linear(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     y = rows @ weight.mT
     y = y if bias is None else y + bias
     return y.reshape(*x.shape[:-1], weight.shape[-2])
-
-
-def _inputs(rows: Tensor, part: Part) -> Tensor:
-    return rows[..., part.start : part.stop] if part.axis == 1 else rows
 
 
 def _spread(y: Tensor, part: Part, shape: torch.Size) -> Tensor:

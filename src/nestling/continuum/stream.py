@@ -31,7 +31,7 @@ from nestling.losses import IGNORE, first_loss, pair_losses
 from nestling.scan import any_order
 from nestling.tree import state_detach
 
-Metric = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
+Precondition = Callable[[list[tuple[Tensor, Tensor]]], list[tuple[Tensor, Tensor]]]
 """`metric(slots)`: other inputs [B, n, Di] and surprises [B, n, Do] in place of every slot's."""
 
 Levels = tuple[LevelState, ...]
@@ -178,10 +178,6 @@ def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new.clone() if old is None else old.add_(new)
 
 
-def _number(rate: Rate) -> float:
-    return float(rate.detach()) if isinstance(rate, Tensor) else rate
-
-
 def _exact(like: Tensor) -> Any:
     """No autocast: gradients keep the precision their forward pass had."""
     return torch.autocast(like.device.type, enabled=False)
@@ -216,7 +212,7 @@ class TokenStream:
         keep_logits: bool = True,
         measure: bool = True,
         final: bool = False,
-        metric: Metric | None = None,
+        metric: Precondition | None = None,
         confine: Confine | None = None,
         observe: bool = False,
         recompute: bool = False,
@@ -426,7 +422,7 @@ class TokenStream:
                 segment,
                 live,
                 position,
-                self.rates if graph else [_number(rate) for rate in self.rates],
+                self.rates if graph else [float(rate) for rate in self.rates],
                 graph=graph,
                 outer=self.meta == "second_order",
                 measure=self.measure,

@@ -34,15 +34,22 @@ FROZEN = "#8a94a0"
 def picture(description: Description) -> str:
     """The levels as SVG, one row per level, the fastest on top."""
     fast_first = list(reversed(description.levels))
+    count = len(fast_first)
+    legend = (
+        f"{count} level{'s' if count != 1 else ''}, the fastest on top; a round arrow is a gradient"
+        " flow of its own, a dashed box has no parameters, an arrow hands state down"
+    )
     parts = [
         text(24, 36, fit(description.title, WIDTH - 48, 19, 1)[0], 19, bold=True),
-        text(24, 58, _legend(description), 12, QUIET),
+        text(24, 58, legend, 12, QUIET),
     ]
     y = 78.0
     above: set[str] = set()
     for place, level in enumerate(fast_first):
         colour = FROZEN if level.frequency == 0 else COLOURS[place % len(COLOURS)]
-        drawn, height = _row(level, y, colour, _cycles(level, place, len(fast_first)))
+        # fewer waves the slower: a picture of the order, not a scale
+        cycles = 0.0 if level.frequency == 0 else 14 * 14 ** -(place / max(count - 1, 1))
+        drawn, height = _row(level, y, colour, cycles)
         parts += drawn
         if {need for c in level.components for need in c.needs} & above:
             parts.append(arrow(MIDDLE, y - BETWEEN + 4, y - 3, colour))
@@ -53,19 +60,6 @@ def picture(description: Description) -> str:
             parts.append(text(24, y, line, 12, QUIET))
             y += 17
     return document(WIDTH, y + 4, parts, description.title)
-
-
-def _legend(description: Description) -> str:
-    count = len(description.levels)
-    return (
-        f"{count} level{'s' if count != 1 else ''}, the fastest on top; a round arrow is a gradient"
-        " flow of its own, a dashed box has no parameters, an arrow hands state down"
-    )
-
-
-def _cycles(level: LevelDescription, place: int, count: int) -> float:
-    """Fewer waves the slower: a picture of the order, not a scale."""
-    return 0.0 if level.frequency == 0 else 14 * 14 ** -(place / max(count - 1, 1))
 
 
 def _row(level: LevelDescription, y: float, colour: str, cycles: float) -> tuple[list[str], float]:
@@ -84,7 +78,7 @@ def _row(level: LevelDescription, y: float, colour: str, cycles: float) -> tuple
             x = LEFT + place * (width + GAP)
             dashed = component.kind == "non-parametric"
             drawn.append(
-                box(x, top, width, height, lines, colour, title=_story(component), dashed=dashed)
+                box(x, top, width, height, lines, colour, title=_tooltip(component), dashed=dashed)
             )
             if component.frequency and not dashed:
                 drawn.append(loop(x + width - 18, top + 18, colour))
@@ -149,7 +143,7 @@ def _more(hidden: list[Component], width: float) -> list[TextLine]:
     ]
 
 
-def _story(component: Component) -> str:
+def _tooltip(component: Component) -> str:
     return "\n".join(
         f"{label}: {words}"
         for label, words in (

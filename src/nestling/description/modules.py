@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -150,8 +149,25 @@ def _own_attention(module: Attention, name: str) -> Iterator[Component]:
     yield _attention(name, module.config.window)
 
 
-fast_memory = partial(Component, kind="memory", clock="token")
-"""A component that learns with every token."""
+def _memory(
+    module: Memory,
+    name: str,
+    field: str,
+    objective: str,
+    context: str = PAIRS,
+    transfer: str = START,
+    what: str = "memory",
+) -> Component:
+    """A component that learns with every token: what stands in a `field` of its state."""
+    return Component(
+        name=f"{name} ({what})",
+        kind="memory",
+        clock="token",
+        state=_size(module, field),
+        objective=objective,
+        context=context,
+        transfer=transfer,
+    )
 
 
 def _linear(module: Any, name: str) -> Iterator[Component]:
@@ -162,54 +178,32 @@ def _linear(module: Any, name: str) -> Iterator[Component]:
         objective = "|M k - v|^2 / 2" if config.erase else "-<M k, v>"
     keeps = {"all": "", "fixed": ", forgets at a fixed pace", "gated": ", gated forgetting"}
     window = f", last {module.config.window} pairs" if isinstance(module, Omega) else ""
-    yield fast_memory(
-        name=f"{name} (memory)",
-        state=_size(module, "weight"),
-        objective=objective + keeps[config.retain],
-        context=PAIRS + window,
-        transfer=WHOLE,
-    )
+    yield _memory(module, name, "weight", objective + keeps[config.retain], PAIRS + window, WHOLE)
 
 
 def _adaptive(module: AdaptiveMLP, name: str) -> Iterator[Component]:
-    yield fast_memory(
-        name=f"{name} (memory)",
-        state=_size(module, "weight"),
-        objective="-<M k, v>",
-        context="keys and values of what was attended to",
-        transfer=START,
-    )
+    yield _memory(module, name, "weight", "-<M k, v>", "keys and values of what was attended to")
 
 
 def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Component]:
     """The main memory changes with every token; the others are consulted anew every chunk."""
     config, rule, many = module.config, module.rule, len(module.rule.names)
-    size = (_size(module, "weights.first") + _size(module, "weights.second")) // many
     target = "|M k - v|^2 / 2" if rule.squared else "-<M k, v>"
     values = "values it generates itself" if rule.own_values else "given values"
     how = ", by delta gradient descent" if rule.erase else ""
-    adding = 0
     if isinstance(module, SelfModifying):
         adding = module.config.learning.heads_adding(config.heads)
-    if adding:
-        how += f", without erasing in {adding} of {config.heads} heads"
-    memory = fast_memory(
-        name=f"{name} (memory)",
-        chunk=rule.chunk if rule.read_start else 1,
-        state=size,
-        objective=target + how,
-        context=f"keys, {values}",
-        transfer=START,
-    )
+        how += f", without erasing in {adding} of {config.heads} heads" if adding else ""
+    memory = _memory(module, name, "weights", target + how, f"keys, {values}")
+    size = (_size(module, "weights.first") + _size(module, "weights.second")) // many
+    memory = replace(memory, state=size, chunk=rule.chunk if rule.read_start else 1)
     if module.theta is not None:
-        yield fast_memory(
-            name=f"{name} (momentum)",
-            state=size * many,
-            objective="-<Z, write>",
-            context="the writes of the memories",
-            transfer="direct: the memories follow it",
-        )
-        memory = replace(memory, needs=(f"{name} (momentum)",))
+        momentum = _memory(
+            module, name, "weights.moved", "-<Z, write>", "the writes of the memories",
+            "direct: the memories follow it", "momentum",
+        )  # fmt: skip
+        yield momentum
+        memory = replace(memory, needs=(momentum.name,))
     yield memory
     others = ", ".join(n for n in module.rule.names if n in rule.adaptive)
     if others:
@@ -226,34 +220,17 @@ def _steered(module: Steered, name: str) -> Iterator[Component]:
     config = module.config
     needs: tuple[str, ...] = ()
     if module.small is not None:
-        needs = (f"{name} (steering)",)
         moved = f"move {', '.join(config.moved)}, and " if config.moved else ""
-        yield fast_memory(
-            name=needs[0],
-            state=_size(module, "small"),
-            objective="-<M k, v>",
-            context=PAIRS,
-            transfer=f"direct: its reads {moved}are read beside the memory",
-        )
+        how = f"direct: its reads {moved}are read beside the memory"
+        small = _memory(module, name, "small", "-<M k, v>", PAIRS, how, "steering")
+        needs = (small.name,)
+        yield small
     how = ", by delta gradient descent" if config.erase else ""
-    memory = fast_memory(
-        name=f"{name} (memory)",
-        state=_size(module, "weight"),
-        objective=f"-<M k, v>{how}",
-        context=PAIRS,
-        transfer=START,
-    )
-    yield replace(memory, needs=needs)
+    yield replace(_memory(module, name, "weight", f"-<M k, v>{how}"), needs=needs)
 
 
 def _any_memory(module: Memory, name: str) -> Iterator[Component]:
-    yield fast_memory(
-        name=f"{name} (state)",
-        state=_size(module, ""),
-        objective="its own; not described",
-        context="the sequence",
-        transfer="",
-    )
+    yield _memory(module, name, "", "its own; not described", "the sequence", "", "state")
 
 
 KNOWN: list[tuple[type, Callable[..., Iterator[Component]]]] = [

@@ -69,10 +69,6 @@ def _adam(group: Group) -> dict[str, str]:
     return {"exp_avg": GRADIENT, "exp_avg_sq": SQUARE, **extra}
 
 
-def _sgd(group: Group) -> dict[str, str]:
-    return {"momentum_buffer": GRADIENT} if group.get("momentum") else {}
-
-
 def _rmsprop(group: Group) -> dict[str, str]:
     momentum = {"momentum_buffer": "-<m, g / sqrt(v)>"} if group.get("momentum") else {}
     centred = {"grad_avg": GRADIENT} if group.get("centered") else {}
@@ -80,7 +76,7 @@ def _rmsprop(group: Group) -> dict[str, str]:
 
 
 TORCH: dict[str, Callable[[Group], dict[str, str]]] = {
-    "SGD": _sgd,
+    "SGD": lambda group: {"momentum_buffer": GRADIENT} if group.get("momentum") else {},
     "Adam": _adam,
     "AdamW": _adam,
     "NAdam": _adam,
@@ -143,7 +139,7 @@ def _leaves(state: Any) -> Iterator[tuple[type, str, int]]:
 
 
 def _as_found(optimizer: Optimizer) -> list[Remembered]:
-    """Of an unknown optimizer: the tensors it holds now, nothing about what they are for."""
+    """The tensors that an unknown optimizer holds now; what they are for is not known."""
     sizes: dict[str, int] = {}
     for state in optimizer.state.values():
         for name, value in state.items():

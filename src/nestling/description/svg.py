@@ -11,7 +11,7 @@ CHAR = 0.6
 
 INK, QUIET, PAPER = "#1d2733", "#5b6875", "#ffffff"
 COLOURS = ("#c2410c", "#0369a1", "#4d7c0f", "#7e22ce", "#0f766e", "#9d174d", "#4338ca", "#b45309")
-"""Of levels, the fastest first; neighbours are easy to tell apart."""
+"""Colours of levels, the fastest first; neighbours are easy to tell apart."""
 FONT = "font-family=\"'Helvetica Neue', Helvetica, Arial, 'Liberation Sans', sans-serif\""
 
 TextLine = tuple[str, int, str, bool]

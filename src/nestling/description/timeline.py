@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class Timeline:
     def record(self, update: LevelUpdate) -> None:
         """Note that a level changed. Measures of several sequences are kept as their mean."""
         position, level, *measures = update
-        self.updates.append(LevelUpdate(position, level, *(_number(m) for m in measures)))
+        means = (float(torch.as_tensor(measure).double().mean()) for measure in measures)
+        self.updates.append(LevelUpdate(position, level, *means))
         self.end = max(self.end, position)
 
     def extend(self, updates: Iterable[LevelUpdate]) -> None:
@@ -89,11 +91,12 @@ class Timeline:
 
     def to_json(self) -> str:
         """All updates as JSON; what nobody measured, or is not finite, is null."""
-        rows = [update._asdict() for update in self.updates]
-        return json.dumps(
-            [{k: _finite(v) if k in MEASURES else v for k, v in row.items()} for row in rows],
-            allow_nan=False,
-        )
+
+        def known(value: Any) -> Any:
+            return value if isinstance(value, str) or math.isfinite(value) else None
+
+        rows = [{k: known(v) for k, v in u._asdict().items()} for u in self.updates]
+        return json.dumps(rows, allow_nan=False)
 
     def draw(self, path: str | Path) -> Path:
         """Write the picture as SVG: a row per level, a bar per update, a line for its way."""
@@ -138,6 +141,7 @@ class Timeline:
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="#c9d0d8"/>'
         )
         bars, line, way = [], [f"{LEFT},{base}"], 0.0
+        stroke = max(min(700 / max(self.end, 1), 8.0), 0.8)
         for update, surprise in _thinned(list(zip(updates, surprises, strict=True))):
             share = surprise / most if math.isfinite(surprise) else 1.0
             tall = 3 + (room - 3) * share
@@ -146,7 +150,7 @@ class Timeline:
             way += step
             line.append(f"{self._x(update.position):.1f},{base - room * way / (total or 1.0):.1f}")
         parts.append(
-            f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{self._stroke()}"'
+            f'<path d="{" ".join(bars)}" stroke="{colour}" stroke-width="{stroke}"'
             f' opacity="0.45"><title>{escape(level)}</title></path>'
         )
         points = " ".join(_thinned(line))
@@ -161,12 +165,6 @@ class Timeline:
 
     def _x(self, position: int) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (position - 1) / max(self.end - 1, 1)
-
-    def _stroke(self) -> float:
-        return max(min(700 / max(self.end, 1), 8.0), 0.8)
-
-
-MEASURES = ("loss", "grad_norm", "step", "distance")
 
 
 def _steps(updates: list[LevelUpdate]) -> list[float]:
@@ -186,14 +184,6 @@ def _surprises(updates: list[LevelUpdate]) -> tuple[str, list[float]]:
     if all(math.isnan(loss) for loss in losses):
         return "gradient", [update.grad_norm for update in updates]
     return "loss", losses
-
-
-def _number(measure: Tensor | float) -> float:
-    return float(measure.double().mean()) if isinstance(measure, Tensor) else float(measure)
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _apart(now: Iterable[Tensor], then: Iterable[Tensor]) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nestling.checks import one_of
-from nestling.evaluate.samples import BYTES, Books, Sample, Tokens
+from nestling.evaluate.samples import BYTES, Books, Sample, Tokens, scatter
 
 __all__ = ["LABELS", "TASKS", "Story", "chosen", "fitting", "parse", "sample", "score", "stories"]
 
@@ -113,8 +113,8 @@ def sample(
     places = sorted(rng.randrange(gaps) for _ in story.facts)
 
     def pieces() -> Iterator[str]:
-        waiting = list(zip(places, story.facts, strict=True))
-        text = _scatter(background(), waiting)
+        facts = (" " + fact for fact in story.facts)
+        text = scatter(background(), zip(places, facts, strict=True))
         yield "<context>\n" + next(text, "").lstrip()
         yield from text
 
@@ -128,16 +128,6 @@ def sample(
         labels=LABELS[task],
         answer_tokens=16,
     )
-
-
-def _scatter(background: Iterator[str], waiting: list[tuple[int, str]]) -> Iterator[str]:
-    """The background with each fact before the sentence of its place."""
-    for number, sentence in enumerate(background):
-        while waiting and waiting[0][0] <= number:
-            yield " " + waiting.pop(0)[1]
-        yield sentence
-    for _, fact in waiting:
-        yield " " + fact
 
 
 def _background(books: Books, rng: random.Random, room: int, tokens: Tokens) -> Iterator[str]:

@@ -14,10 +14,11 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from nestling.evaluate.samples import BYTES, Sample, Tokens
+from nestling.evaluate.samples import BYTES, Sample, Tokens, scatter
 
 __all__ = ["LETTERS", "load", "sample", "score"]
 
@@ -134,13 +135,8 @@ def sample(length: int, seed: int, *, tokens: Tokens = BYTES) -> Sample:
 
     def pieces() -> Iterator[str]:
         yield _HEAD
-        waiting = list(zip(places, texts, strict=True))
-        for number, text in zip(range(count), letters(), strict=False):
-            while waiting and waiting[0][0] <= number:
-                yield "\n\n" + waiting.pop(0)[1]
-            yield "\n\n" + text
-        for _, text in waiting:
-            yield "\n\n" + text
+        every = scatter(islice(letters(), count), zip(places, texts, strict=True))
+        yield from ("\n\n" + text for text in every)
 
     return _choice(length, pieces, question, LETTERS[options.index(right)])
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nestling.checks import one_of
-from nestling.evaluate.samples import BYTES, Books, Sample, Tokens, Words, draw
+from nestling.evaluate.samples import BYTES, Books, Sample, Tokens, Words, draw, scatter
 
 __all__ = ["NEEDLES", "TASKS", "Needles", "sample", "score"]
 
@@ -129,7 +129,9 @@ def _needles(
     def pieces() -> Iterator[str]:
         yield head
         joined = ""  # the first piece follows the head's line end
-        for text in _insert(itertools.islice(units(), count), last, places, needles):
+        whole = itertools.islice(units(), count - (last is not None))
+        hay = whole if last is None else itertools.chain(whole, [last])
+        for text in scatter(hay, zip(places, needles, strict=True)):
             yield joined + text
             joined = separator
 
@@ -183,31 +185,6 @@ def _cut(
     return (count + 1, " ".join(words[:most])) if most else (count, None)
 
 
-def _insert(
-    units: Iterator[str], last: str | None, places: list[int], needles: list[str]
-) -> Iterator[str]:
-    """The units with each needle before the unit of its place; `last` replaces the last unit."""
-    waiting = list(zip(places, needles, strict=True))
-    number = -1
-    for number, (unit, following) in enumerate(_with_next(units)):
-        while waiting and waiting[0][0] <= number:
-            yield waiting.pop(0)[1]
-        yield unit if following or last is None else last
-    for _, needle in waiting:
-        yield needle
-
-
-def _with_next(units: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Each unit with whether another follows."""
-    held: str | None = None
-    for unit in units:
-        if held is not None:
-            yield held, True
-        held = unit
-    if held is not None:
-        yield held, False
-
-
 def _number(rng: random.Random) -> str:
     return str(rng.randint(10**6, 10**7 - 1))
 
@@ -247,7 +224,7 @@ def _chain_text(lines: int, letters: int, rng: random.Random) -> Sample:
             " text.\n\n"
         )
         joined = ""
-        for text in _insert(itertools.repeat(NOISE + "\n", lines), None, places, chain):
+        for text in scatter(itertools.repeat(NOISE + "\n", lines), zip(places, chain, strict=True)):
             yield joined + text
             joined = " "
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ __all__ = [
     "Words",
     "draw",
     "parse_lengths",
+    "scatter",
     "sentences",
 ]
 
@@ -220,6 +221,17 @@ def sentences(text: str, start: int = 0) -> Iterator[str]:
         yield found
     if rest := text[start:].strip():
         yield rest
+
+
+def scatter(units: Iterable[str], placed: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """The units of a text with each of `placed` before the unit of its place, or at the end."""
+    waiting = list(placed)
+    for number, unit in enumerate(units):
+        while waiting and waiting[0][0] <= number:
+            yield waiting.pop(0)[1]
+        yield unit
+    for _, text in waiting:
+        yield text
 
 
 def draw(make: Callable[[random.Random], Any], rng: random.Random, count: int) -> list[Any]:

@@ -62,7 +62,7 @@ __all__ = [
     "hold",
     "make_shell",
     "merge_heads",
-    "pack",
+    "pack_rows",
     "place",
     "same_position",
     "split_heads",
@@ -75,7 +75,7 @@ __all__ = [
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
-"""Where a state lies and what it is made of; None is as the module's parameters are."""
+"""The device and the dtype of a state; None takes those of the module's parameters."""
 
 
 class Packed(NamedTuple):
@@ -96,7 +96,7 @@ class Packed(NamedTuple):
         return out.scatter_add(1, self.order.unsqueeze(-1).expand(-1, -1, y.shape[-1]), y)
 
 
-def pack(mask: Tensor, longest: int | None = None) -> Packed:
+def pack_rows(mask: Tensor, longest: int | None = None) -> Packed:
     """Bring the real tokens of every row, at most `longest`, to the front, in order."""
     if longest is None:
         longest = mask.shape[1] if unknown(mask) else int(mask.sum(1).max())
@@ -227,7 +227,7 @@ class Memory(nn.Module, abc.ABC):
             return self.run(x, state, None, position)
         if most == 0:
             return torch.zeros_like(x), state
-        packed = pack(mask, most)
+        packed = pack_rows(mask, most)
         y, state = self.run(packed.gather(x), state, packed.valid, position)
         return packed.scatter(y, x.shape[1]), state
 

@@ -1,16 +1,16 @@
-"""From plain options, as saved models hold them in JSON, to a memory's configuration.
+"""Make a memory's configuration from plain options, as saved models hold them in JSON.
 
     configure(SelfModifyingConfig, width=64, heads=2, chunk=32, retention={"tied": True})
 
 Groups are given as mappings; what they leave out is as the configuration has it by default.
-Options of before there were groups (`retain_max=0.999`, `negative=True`) are taken too, and mean
+Options from before there were groups (`retain_max=0.999`, `negative=True`) are taken too, and mean
 what they meant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
@@ -36,17 +36,20 @@ def _objective(value: Any) -> Any:
     return OBJECTIVES[value]
 
 
-Place = tuple[str, str, Callable[[Any], Any]]
+GroupField = tuple[str, str, Callable[[Any], Any]]
 """A group, its field, and how a plain value becomes the field's."""
 
-GATES: dict[str, Place] = {
+GATES: dict[str, GroupField] = {
     "negative": ("rates", "most", lambda on: 2.0 if on else 1.0),
     "rates": ("rates", "start", _same),
     "retain": ("retention", "start", lambda start: (start, start)),
     "retain_max": ("retention", "most", _same),
 }
 
-FLAT: dict[type, dict[str, Place]] = {
+GROUPED = (Mapping, *GROUPS.values())
+"""The forms in which a whole group may be given."""
+
+FLAT: dict[type, dict[str, GroupField]] = {
     SelfModifyingConfig: GATES
     | {
         option.name: (group, option.name, _objective if option.name == "objective" else _same)
@@ -55,7 +58,7 @@ FLAT: dict[type, dict[str, Place]] = {
     },
     TitansConfig: GATES,
 }
-"""Where the options of before the groups went, by configuration."""
+"""The fields that hold options from before there were groups, by configuration."""
 
 TITANS = {
     "adaptive": (), "own_values": False, "objective": "l2", "erase": False, "residual": False,
@@ -87,7 +90,7 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
             _only_titans(name, value)
         elif kind is SelfModifyingConfig and name == "steering":
             _not_steered(value)
-        elif name in flat and not (name in known and _is_group(value)):
+        elif name in flat and not (name in known and isinstance(value, GROUPED)):
             group, option, make = flat[name]
             _put(groups.setdefault(group, {}), option, make(value), group)
         elif name in known and name in GROUPS:
@@ -108,10 +111,6 @@ def configure(kind: type[Config], *, width: int, heads: int, **options: Any) -> 
     given |= {name: _group(name, parts, kind) for name, parts in groups.items()}
     build: Callable[..., Config] = kind
     return build(width=width, heads=heads, **given)
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, Mapping) or is_dataclass(value)
 
 
 def _put(group: dict[str, Any], option: str, value: Any, name: str) -> None:
@@ -143,6 +142,6 @@ def _only_titans(name: str, value: Any) -> None:
 
 
 def _not_steered(value: Any) -> None:
-    """An option of before `nestling.memories.Steered`: without effect at 0, refused otherwise."""
+    """Take an option older than `nestling.memories.Steered` at 0, where it had no effect."""
     if value != 0:
         raise ValueError(STEERED.format(value=value))

@@ -27,9 +27,9 @@ from nestling.continuum.fast import weight_of
 from nestling.continuum.stream import ContinuumState, Outer, TokenStream, begin
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
-from nestling.memories.core import pack
+from nestling.memories.core import pack_rows
 from nestling.models.cache import Learned, MemoryCache
-from nestling.models.packing import Documents, as_rows
+from nestling.models.packing import Documents, as_documents, as_rows
 from nestling.tree import state_select
 
 __all__ = [
@@ -100,7 +100,7 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
-def constant(model: Any) -> Any:
+def without_gradients(model: Any) -> Any:
     """The same model with constants for parameters: what only reads forms no gradients of them.
 
     It shares the parameters' memory, so it follows their training; it is made anew when they are
@@ -111,7 +111,7 @@ def constant(model: Any) -> Any:
     kept = _CONSTANTS.get(model)
     now = [parameter.data_ptr() for parameter in model.parameters()]
     if kept is None or kept[0] != now or kept[1].training != model.training:
-        kept = (now, _without_gradients(model))
+        kept = (now, _copy(model))
         _CONSTANTS[model] = kept
     return kept[1]
 
@@ -119,14 +119,14 @@ def constant(model: Any) -> Any:
 _CONSTANTS: WeakKeyDictionary[Any, tuple[list[int], Any]] = WeakKeyDictionary()
 
 
-def _without_gradients(module: Any) -> Any:
+def _copy(module: Any) -> Any:
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update({k: v for k, v in module.__dict__.items() if k != "_engine"})
     parameters = module._parameters.items()
     twin.__dict__["_parameters"] = {n: None if p is None else p.detach() for n, p in parameters}
     children = module._modules.items()
     twin.__dict__["_modules"] = {
-        n: None if child is None else _without_gradients(child) for n, child in children
+        n: None if child is None else _copy(child) for n, child in children
     }
     return twin
 
@@ -166,10 +166,10 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
     made = _learn(
         model,
         request._replace(
-            ids=_as_documents(request.ids, layout, 0),
+            ids=as_documents(request.ids, layout),
             mask=layout.mask,
             cache=cache,
-            targets=None if targets is None else _as_documents(targets, layout, IGNORE),
+            targets=None if targets is None else as_documents(targets, layout, IGNORE),
             keep_logits=True,
         ),
     )
@@ -181,7 +181,7 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
 
 def _learn(model: Any, request: Request) -> Result:
     if request.meta is None and request.targets is None:
-        model = constant(model)
+        model = without_gradients(model)
     recompute = model.training and model.is_gradient_checkpointing
     with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
         engine, cache = engine_of(model), request.cache
@@ -315,7 +315,7 @@ def _groups(engine: Engine, request: Request) -> list[_Group]:
     if learned is None and mask is None:
         return [_Group(everyone, None, ids, None, None)]
     if cache is None and mask is not None:
-        packed = pack(mask)
+        packed = pack_rows(mask)
         valid = None if bool(packed.valid.all()) else packed.valid
         return [_Group(everyone, None, ids.gather(1, packed.order), packed.order, valid)]
     found = []
@@ -481,9 +481,3 @@ def _whole(model: Any, request: Request) -> Iterator[None]:
         if request.targets is None and request.meta is None:
             for part in parts:
                 part.reshard()
-
-
-def _as_documents(ids: Tensor, layout: Documents, fill: int) -> Tensor:
-    """Packed rows of whole numbers [B, T] as documents [N, L], `fill` where one has ended."""
-    out = ids.new_full(layout.mask.shape, fill)
-    return out.index_put((layout.number, layout.column), ids)

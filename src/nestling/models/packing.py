@@ -71,9 +71,9 @@ def _layout(restart: Tensor, mask: Tensor | None) -> Documents:
     return Documents(number, column, real)
 
 
-def as_documents(x: Tensor, layout: Documents) -> Tensor:
-    """Packed rows [B, T, D] as documents [N, L, D], zeros where a document has ended."""
-    out = x.new_zeros(*layout.mask.shape, x.shape[-1])
+def as_documents(x: Tensor, layout: Documents, fill: int = 0) -> Tensor:
+    """Packed rows [B, T, ...] as documents [N, L, ...], `fill` where a document has ended."""
+    out = x.new_full((*layout.mask.shape, *x.shape[2:]), fill)
     return out.index_put((layout.number, layout.column), x)
 
 

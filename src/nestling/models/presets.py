@@ -19,7 +19,7 @@ import torch
 
 from nestling.continuum import Block
 from nestling.models.configuration import NestlingConfig
-from nestling.models.specs import MIXERS, ChannelSpec, MixerSpec
+from nestling.models.specs import MIXERS
 from nestling.models.tokenizer import BYTE_VOCABULARY
 
 __all__ = [
@@ -90,6 +90,15 @@ SMALL = Size(width=256, layers=6, heads=4, vocabulary=BYTE_VOCABULARY, parameter
 BASE = Size(width=512, layers=12, heads=8, vocabulary=32_000, parameters=60_000_000)
 PAPER_760M = Size(width=1024, layers=24, heads=16, vocabulary=32_000, parameters=760_000_000)
 PAPER_1B3 = Size(width=1536, layers=24, heads=16, vocabulary=32_000, parameters=1_300_000_000)
+
+SIZES = {
+    "tiny": TINY,
+    "small": SMALL,
+    "base": BASE,
+    "hope_760m": PAPER_760M,
+    "hope_1b3": PAPER_1B3,
+}
+"""The sizes by the names of their presets."""
 
 
 def tiny(model: str = "hope", **fields: Any) -> NestlingConfig:
@@ -170,18 +179,13 @@ def parameter_count(config: NestlingConfig) -> int:
     total = config.vocab_size * config.hidden_size * ends + config.hidden_size
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.num_hidden_layers):
-        mixer, channel = config.mixer_spec(layer), config.channel_spec(layer)
-        kind = mixer.name, channel.name
+        kind = config.names_of(layer)
         if kind not in counted:
-            counted[kind] = _block_parameters(mixer, channel)
+            with torch.device("meta"):
+                block = Block(*config.build(layer))
+            counted[kind] = sum(weight.numel() for weight in block.parameters())
         total += counted[kind]
     return total
-
-
-def _block_parameters(mixer: MixerSpec, channel: ChannelSpec) -> int:
-    with torch.device("meta"):
-        block = Block(mixer.build(), channel.build())
-    return sum(weight.numel() for weight in block.parameters())
 
 
 def _fit(parameters: int, given: dict[str, Any]) -> int:

@@ -111,7 +111,9 @@ def _one(rule: Rule, step: Step, index: int, item: Item, gates: Gates) -> StepRe
     if rule.elementwise or item.weight.ndim == 2:
         write = Write(item.grad, item.x, item.u)
         after, leaves = step(write, item.leaves, item.weight, gates)
-        return StepResult(index, after, {k: _own(v, item.grad) for k, v in leaves.items()}, False)
+        # a state must not be the gradient itself: `zero_grad` would erase it
+        own = {k: v.clone() if v is item.grad else v for k, v in leaves.items()}
+        return StepResult(index, after, own, False)
     inside = matrix(item.weight)
     leaves = {k: matrix(v) if v.shape == shape else v for k, v in item.leaves.items()}
     after, leaves = step(Write(matrix(item.grad)), leaves, inside, gates)
@@ -164,8 +166,3 @@ def _flat(
         shape = item.weight.shape
         own = {k: v[place].reshape(shape) for k, v in parts.items()}
         yield StepResult(index, directions[place].reshape(shape), own, True)
-
-
-def _own(leaf: Tensor, grad: Tensor) -> Tensor:
-    """A state must not be the gradient itself: `zero_grad` would erase it."""
-    return leaf.clone() if leaf is grad else leaf

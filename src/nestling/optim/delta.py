@@ -84,16 +84,17 @@ class DGD(RuleOptimizer):
         return Rule(exact.init, step)
 
     def items(self, group: Group, parameters: Sequence[Tensor]) -> list[Item]:
-        """As ever, and for captured weights the pairs."""
+        """The writes of a step, with the pairs of captured weights."""
         items = super().items(group, parameters)
         if group["lr"] == 0:
             return items
-        return [
-            self._with_pairs(item, parameter, group["maximize"])
-            if self.inputs.covers(parameter)
-            else item
-            for item, parameter in zip(items, parameters, strict=True)
-        ]
+        for place, (item, parameter) in enumerate(zip(items, parameters, strict=True)):
+            if self.inputs.covers(parameter):
+                x, u = self.inputs.pairs(parameter)
+                u = -u if group["maximize"] else u
+                exact = item.weight.dtype
+                items[place] = item._replace(x=x.to(exact), u=u.to(exact))
+        return items
 
     def take_directly(self, group: Group, parameter: Tensor, gates: Gates) -> bool:
         """The step of a captured weight as one product, added to the weight where it lies."""
@@ -113,12 +114,6 @@ class DGD(RuleOptimizer):
         left, right = dgd_factors(x, error, row_weight * gates.rate)
         parameter.addmm_(left.mT, right, beta=float(gates.retain), alpha=-float(gates.rate))
         return True
-
-    def _with_pairs(self, item: Item, weight: Tensor, maximize: bool) -> Item:
-        x, u = self.inputs.pairs(weight)
-        return item._replace(
-            x=x.to(item.weight.dtype), u=(-u if maximize else u).to(item.weight.dtype)
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and captured pairs together."""

@@ -72,9 +72,10 @@ def param_groups(model: nn.Module, *, heads: Iterable[str] | None = None) -> lis
     (`["lm_head"]`; `[]` for none); by default the head is what `model.get_output_embeddings()`
     returns, or else the last `nn.Linear` in order of registration.
     """
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     tables = {
         id(parameter)
-        for module in [*_embeddings(model), *_heads(model, heads)]
+        for module in [*embeddings, *_heads(model, heads)]
         for parameter in module.parameters()
     }
     hidden: list[Tensor] = []
@@ -88,10 +89,6 @@ def param_groups(model: nn.Module, *, heads: Iterable[str] | None = None) -> lis
         {"params": rest, "orthogonal": False},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _embeddings(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
 
 
 def _heads(model: nn.Module, names: Iterable[str] | None) -> list[nn.Module]:

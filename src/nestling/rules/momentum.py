@@ -56,8 +56,4 @@ def momentum(decay: float = 0.9, *, dampening: float = 0.0, nesterov: bool = Fal
         grad = torch.add(write.grad, memory, alpha=decay) if nesterov else memory
         return write._replace(grad=grad), MomentumState(memory)
 
-    return Rule(_init, step, elementwise=True)
-
-
-def _init(weight: Tensor) -> MomentumState:
-    return MomentumState(torch.zeros_like(weight))
+    return Rule(lambda weight: MomentumState(torch.zeros_like(weight)), step, elementwise=True)

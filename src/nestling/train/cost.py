@@ -30,7 +30,7 @@ GPUS = {
     "h100": Gpu(989e12, 80e9, 450e9),
     "b200": Gpu(2250e12, 180e9, 900e9),
 }
-"""From the makers' data sheets."""
+"""GPUs by name, with the figures of their makers' data sheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +48,12 @@ class Cost:
     hours: float
 
 
-_RIGHT = {
-    "gpus": "at least 1",
-    "rows_per_gpu": "at least 1",
-    "length": "at least 1",
-    "tokens": "a finite number above 0",
-    "utilisation": "in (0, 1]",
-}
-
-
 def block_flops(config: Any, tokens: int, *, layer: int = 0) -> float:
     """Operations per token of one block, forward and backward, counted on this machine."""
     from nestling.continuum import Block
 
     torch.manual_seed(0)
-    block = Block(config.mixer_spec(layer).build(), config.channel_spec(layer).build())
+    block = Block(*config.build(layer))
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y, _ = block(x)
@@ -89,15 +80,15 @@ def cost(
     (a third of the counted operations).
     """
     one_of("gpu", gpu, GPUS)
-    for name, value, right in (
-        ("gpus", gpus, gpus >= 1),
-        ("rows_per_gpu", rows_per_gpu, rows_per_gpu >= 1),
-        ("length", length, length >= 1),
-        ("tokens", tokens, 0 < tokens < math.inf),
-        ("utilisation", utilisation, 0 < utilisation <= 1),
+    for name, value, allowed, words in (
+        ("gpus", gpus, gpus >= 1, "at least 1"),
+        ("rows_per_gpu", rows_per_gpu, rows_per_gpu >= 1, "at least 1"),
+        ("length", length, length >= 1, "at least 1"),
+        ("tokens", tokens, 0 < tokens < math.inf, "a finite number above 0"),
+        ("utilisation", utilisation, 0 < utilisation <= 1, "in (0, 1]"),
     ):
-        if not right:
-            raise ValueError(f"{name} must be {_RIGHT[name]}; got {value}")
+        if not allowed:
+            raise ValueError(f"{name} must be {words}; got {value}")
     from nestling.models.presets import parameter_count
 
     device = GPUS[gpu]

@@ -18,7 +18,7 @@ from nestling.tree import tree_map
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Which process this is, and of how many."""
+    """This process's rank, the number of processes, and the device."""
 
     rank: int = 0
     size: int = 1

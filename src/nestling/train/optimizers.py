@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,6 @@ from nestling.train.recipe import Optim
 Maker = Callable[..., torch.optim.Optimizer]
 
 
-def _labelled(model: nn.Module) -> Iterable[Any]:
-    return optim.param_groups(model)
-
-
 def _decayed(model: nn.Module) -> Iterable[Any]:
     """Matrices decay; vectors (norms, gates, biases) do not."""
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -30,22 +27,14 @@ def _decayed(model: nn.Module) -> Iterable[Any]:
     ]
 
 
-def _adamw(params: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **{"betas": (0.9, 0.95), **options})
-
-
-def _named(name: str) -> Maker:
-    return lambda params, **options: getattr(optim, name)(params, **options)
-
-
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Iterable[Any]], Maker]] = {
-    "adamw": (_decayed, _adamw),
+    "adamw": (_decayed, partial(torch.optim.AdamW, betas=(0.9, 0.95))),
     "sgd": (_decayed, torch.optim.SGD),
-    "muon": (_labelled, optim.Muon),
-    "m3": (_labelled, optim.M3),
-    "adamuon": (_labelled, optim.AdaMuon),
-    "delta_momentum": (_decayed, _named("DeltaMomentum")),
-    "deep_momentum": (_decayed, _named("DeepMomentum")),
+    "muon": (optim.param_groups, optim.Muon),
+    "m3": (optim.param_groups, optim.M3),
+    "adamuon": (optim.param_groups, optim.AdaMuon),
+    "delta_momentum": (_decayed, optim.DeltaMomentum),
+    "deep_momentum": (_decayed, optim.DeepMomentum),
 }
 """How each optimizer wants its parameters grouped, and how it is made."""
 
@@ -82,7 +71,13 @@ def build(settings: Optim, model: Any) -> torch.optim.Optimizer:
     groups = list(group(model))
     if not settings.chunks:
         return maker(groups)
-    chunks = _chunks(settings, model)
+    levels = model.config.level_list
+    if len(settings.chunks) != len(levels):
+        raise ValueError(
+            f"optim.chunks must have one number for each of the {len(levels)} levels"
+            f" {', '.join(level.name for level in levels)}; got {settings.chunks}"
+        )
+    chunks = {level.name: chunk for level, chunk in zip(levels, settings.chunks, strict=True)}
     parts = []
     for place, weights in by_level(model).items():
         own = {id(weight) for _, weight in weights}
@@ -90,13 +85,3 @@ def build(settings: Optim, model: Any) -> torch.optim.Optimizer:
         level = Level(name=place, chunk=chunks.get(place, 1))
         parts.append((level, [g for g in cut if g["params"]], maker))
     return optim.NestedOptimizer(parts)
-
-
-def _chunks(settings: Optim, model: Any) -> dict[str, int]:
-    levels = model.config.level_list
-    if len(settings.chunks) != len(levels):
-        raise ValueError(
-            f"optim.chunks must have one number for each of the {len(levels)} levels"
-            f" {', '.join(level.name for level in levels)}; got {settings.chunks}"
-        )
-    return {level.name: chunk for level, chunk in zip(levels, settings.chunks, strict=True)}

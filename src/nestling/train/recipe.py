@@ -21,7 +21,7 @@ class Model:
     """Which model: a preset, its mixer, and fields of its configuration to set.
 
     start: a folder with a saved model whose weights it begins with (a warm start); what is not
-        there, such as learned rates, begins as ever.
+        there, such as learned rates, begins as in a fresh model.
     grow: the step from which each level learns while it reads; none: all from the first.
     """
 
@@ -34,7 +34,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Which text, and how it is cut."""
+    """The text, its tokens, and how it is cut into windows."""
 
     train: tuple[str, ...] = ("builtin:300",)  # files, folders, hf:NAME, builtin
     valid: tuple[str, ...] = ("builtin:300-319",)
@@ -50,7 +50,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """How weights learn."""
+    """The optimizer, its rate over the run, and the clipping of gradients."""
 
     name: str = "adamw"  # adamw, sgd, muon, m3, adamuon, delta_momentum, deep_momentum
     lr: float = 2e-3
@@ -65,7 +65,7 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long, how often, how."""
+    """The length of a run, how often it is judged and saved, and how it computes."""
 
     steps: int = 300
     rows: int = 16  # sequences per step, over all processes
@@ -237,7 +237,7 @@ def tiny() -> Recipe:
 
 
 def stream() -> Recipe:
-    """As tiny, but rows read whole documents and carry their memory from window to window."""
+    """Like tiny, but rows read whole documents and carry their memory from window to window."""
     return Recipe(data=Data(order="sequential", length=128), run=Run(rows=16))
 
 
@@ -260,7 +260,7 @@ def hope() -> Recipe:
 
 
 def hope_attention() -> Recipe:
-    """As hope, with window attention in place of steered memories."""
+    """Like hope, with window attention in place of steered memories."""
     fields = {"learning": "first_order", "mixer_options": {"attention": {"window": 128}}}
     return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
 

@@ -51,10 +51,14 @@ class Axis:
             share = min(share, 1 - 1e-12)
             low, high = self.low - 0.5, self.high + 0.5
             value = low * (high / low) ** share if self.logarithmic else low + share * (high - low)
-            return str(min(max(round(value), int(self.low)), int(self.high)))
+            return self.text(min(max(round(value), self.low), self.high))
         if self.logarithmic:
-            return f"{self.low * (self.high / self.low) ** share:.4g}"
-        return f"{self.low + share * (self.high - self.low):.4g}"
+            return self.text(self.low * (self.high / self.low) ** share)
+        return self.text(self.low + share * (self.high - self.low))
+
+    def text(self, value: float) -> str:
+        """A number as the command line would have it."""
+        return str(int(value)) if self.whole else f"{value:.4g}"
 
 
 def is_axis(setting: str) -> bool:
@@ -153,14 +157,8 @@ def tpe(
             study.add_trial(made)
     asked = study.ask(kinds).params
     return {
-        axis.key: asked[axis.key] if axis.choices else axis_text(axis, asked[axis.key])
-        for axis in space
+        axis.key: asked[axis.key] if axis.choices else axis.text(asked[axis.key]) for axis in space
     }
-
-
-def axis_text(axis: Axis, value: float) -> str:
-    """A number of an axis as the command line would have it."""
-    return str(int(value)) if axis.whole else f"{value:.4g}"
 
 
 def _number(axis: Axis, text: str) -> Any:

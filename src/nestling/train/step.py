@@ -1,6 +1,6 @@
 """One step: losses and gradients of a batch, over micro-batches and processes, and their sizes.
 
-Memories that are carried from step to step start anew where a document starts (`Restarts`).
+Memories that are carried from step to step start anew where a document starts (`FreshRows`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gradients(NamedTuple):
     carry: list[Any] | None
 
 
-class Restarts:
+class FreshRows:
     """Gives the rows of a batch that start a document the layers' trained initial states.
 
     The exchange happens inside each layer, before it reads: there FSDP2 has put its parameters
@@ -102,7 +102,7 @@ def loss_sum(
 def _carried(model: Any, states: Any, fresh: Tensor, learn: bool | Sequence[str]) -> MemoryCache:
     """A cache that goes on from the step before; rows that start a document begin anew.
 
-    Where no level learns (yet), `Restarts` lets them begin anew.
+    Where no level learns (yet), `FreshRows` lets them begin anew.
     """
     bare = getattr(model, "module", model)
     cache = MemoryCache(bare.config.num_hidden_layers)
@@ -122,17 +122,17 @@ def gradients(
     run: Run,
     world: World,
     carry: list[Any] | None = None,
-    restarts: Restarts | None = None,
+    fresh_rows: FreshRows | None = None,
     *,
     learn: bool | Sequence[str] = True,
 ) -> Gradients:
     """Add the gradient of the batch's mean loss to `.grad`, the mean taken over all processes.
 
-    With `restarts`, memories carry on: `carry` holds each micro-batch's states from the step
+    With `fresh_rows`, memories carry on: `carry` holds each micro-batch's states from the step
     before, and rows that start a document start anew. The states of the returned carry have no
     history (truncated backpropagation).
     """
-    keep = restarts is not None
+    keep = fresh_rows is not None
     total = world.sum(float((batch.targets != IGNORE).sum()))[0]
     pieces = _micro(batch, run.micro)
     after: list[Any] = []
@@ -140,7 +140,7 @@ def gradients(
     for number, piece in enumerate(pieces):
         states = None if carry is None else carry[number]
         last = number == len(pieces) - 1
-        anew = restarts.rows(piece.fresh) if restarts else contextlib.nullcontext()
+        anew = fresh_rows.rows(piece.fresh) if fresh_rows else contextlib.nullcontext()
         with anew, _synchronised(model, last):
             with precision(run, world):
                 loss, states = loss_sum(model, piece, world.device, states, keep=keep, learn=learn)

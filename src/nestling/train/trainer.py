@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nestling.adaptation.pretrained import load_start
+from nestling.checks import one_of
 from nestling.continuum.stream import begin
 from nestling.description import Timeline
 from nestling.files import BrokenFileError, check_finite, check_state, expect, locked
@@ -34,7 +35,7 @@ from nestling.train.optimizers import build, by_level
 from nestling.train.packed import PackedCorpus, prepare
 from nestling.train.progress import Progress, preparing
 from nestling.train.recipe import Recipe
-from nestling.train.step import Gradients, Restarts, gradients, level_norms, loss_sum, precision
+from nestling.train.step import FreshRows, Gradients, gradients, level_norms, loss_sum, precision
 from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
 from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
@@ -115,7 +116,7 @@ def _export(trainer: Trainer, folder: Path) -> None:
         with _without_bars():
             trainer.bare.save_pretrained(folder, state_dict=weights)
         trainer.encoder.tokenizer.save_pretrained(folder)
-        said = model_card(trainer.bare.config, training=_story(trainer))
+        said = model_card(trainer.bare.config, training=_how_trained(trainer))
         (folder / "README.md").write_text(said, encoding="utf-8")
         trainer.progress.say(f"saved the model in {folder}")
     trainer.world.barrier()
@@ -135,7 +136,7 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _story(trainer: Trainer) -> str:
+def _how_trained(trainer: Trainer) -> str:
     """How a model was trained, for its card."""
     recipe, memory = trainer.recipe, trainer.memory
     tokens = memory.step * recipe.run.rows * recipe.data.length
@@ -200,12 +201,15 @@ def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, 
     return encoder, packed[0], packed[1]
 
 
-PRESETS = ("tiny", "small", "base", "hope_760m", "hope_1b3")
-
-
 def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot run, before anything is made or written."""
-    _check_levels(recipe, _config(recipe, {}))
+    names = [level.name for level in _config(recipe, {}).memory_levels]
+    grow = recipe.model.grow
+    if grow and len(grow) != len(names):
+        raise ValueError(
+            f"model.grow must give the first step of each of the {len(names)} levels"
+            f" {', '.join(names)}; got {grow}"
+        )
     build(dataclasses.replace(recipe.optim, chunks=()), nn.Linear(2, 2))
     start = recipe.model.start
     if start is not None and not any(Path(start).glob("model*.safetensors*")):
@@ -226,10 +230,9 @@ def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
     from nestling.models import presets
 
     model = recipe.model
-    if model.preset not in PRESETS:
-        raise ValueError(f"model.preset: no preset {model.preset!r}; known: {', '.join(PRESETS)}")
-    make = getattr(presets, model.preset)
-    usual = make(model.mixer).to_dict()
+    one_of("model.preset", model.preset, presets.SIZES)
+    size = presets.SIZES[model.preset]
+    usual = presets.configure(size, model.mixer).to_dict()
     for name, value in model.fields.items():
         if name not in usual:
             near = difflib.get_close_matches(name, usual, n=1)
@@ -242,25 +245,9 @@ def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
         if isinstance(usual[name], (list, tuple)) and not isinstance(value, (list, tuple)):
             raise ValueError(f"model.fields: {name} must be a list; got {value!r}")
     try:
-        return make(model.mixer, **{**fields, **model.fields})
+        return presets.configure(size, model.mixer, **{**fields, **model.fields})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"model.fields: {error}") from error
-
-
-def _check_levels(recipe: Recipe, config: Any) -> None:
-    grow, names = recipe.model.grow, [level.name for level in config.memory_levels]
-    if grow and len(grow) != len(names):
-        raise ValueError(
-            f"model.grow must give the first step of each of the {len(names)} levels"
-            f" {', '.join(names)}; got {grow}"
-        )
-
-
-def learning_levels(recipe: Recipe, model: Any, step: int) -> list[str]:
-    """The levels that learn while they read at this step of a run (level growth)."""
-    levels = model.config.memory_levels
-    grow = recipe.model.grow or (0,) * len(levels)
-    return [lv.name for lv, first in zip(levels, grow, strict=True) if lv.active and step >= first]
 
 
 def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
@@ -365,6 +352,9 @@ def level_measures(model: Any, ids: Tensor, levels: Sequence[str]) -> dict[str, 
 # The run
 
 
+ADVICE = "The last good checkpoint is in {}; try a lower optim.lr"
+
+
 class _Memory(NamedTuple):
     """State that must survive between steps, besides weights and optimizer."""
 
@@ -394,7 +384,7 @@ class Trainer:
                 "data.carry=true with levels that learn while they read runs in one process: each"
                 f" row is at a place of its own, and there are {world.size}; set data.carry=false"
             )
-        self.restarts = Restarts(self.bare.model.layers) if keep else None
+        self.fresh_rows = FreshRows(self.bare.model.layers) if keep else None
         self.model: Any = world.distribute(self.bare, recipe.run.strategy)
         if recipe.run.compile:
             self.model = torch.compile(self.model)
@@ -447,7 +437,7 @@ class Trainer:
             _restore_random(found.load("random"))
             self.carry = self._load_carry(found)
             self.memory = _load_memory(found)
-            self.timeline.extend(_update(*saved) for saved in found.load("timeline"))
+            self.timeline.extend(LevelUpdate(*saved) for saved in found.load("timeline"))
         self._watch = self._watcher()
         self.loss, self._resumed = found.facts["loss"], found
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
@@ -466,12 +456,14 @@ class Trainer:
         ):
             raise TrainingFailedError(
                 f"training cannot go on from the weights after step {self.memory.step} (loss"
-                f" {loss}, gradient norm {norm}); nothing was saved. {self._advice()}"
+                f" {loss}, gradient norm {norm}); nothing was saved."
+                f" {ADVICE.format(self.checkpoints)}"
             )
+        apart = self.bare.config.learns_in_training  # what levels learn stays in micro-batches
         states = {
             "model": self.bare.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "carry": self._saved_carry(),
+            "carry": self.carry if apart else self.carry and state_stack(self.carry),
             "random": _random_state(),
             "memory": self.memory._asdict(),
             "timeline": [tuple(update) for update in self.timeline.updates],
@@ -488,12 +480,6 @@ class Trainer:
         )
         return True
 
-    def _saved_carry(self) -> Any:
-        """The carried memories as one; what levels have learned stays in its micro-batches."""
-        if self.carry is None or self.bare.config.learns_in_training:
-            return self.carry
-        return state_stack(self.carry)
-
     def _next(self) -> tuple[float, float]:
         """The loss of the present weights on tokens that come next, and its gradient's norm."""
         batch = self.batches(self.memory.step, self.world.rank, self.world.size)
@@ -508,9 +494,6 @@ class Trainer:
                 buffer.copy_(kept)
         return found.loss, norm
 
-    def _advice(self) -> str:
-        return f"The last good checkpoint is in {self.checkpoints}; try a lower optim.lr"
-
     def _load_carry(self, found: Checkpoint) -> list[Any] | None:
         """This process's rows of the carried memories, in its micro-batches."""
         if self.bare.config.learns_in_training:
@@ -523,10 +506,6 @@ class Trainer:
         own = found.load("carry", lambda name: found.read(name, start, start + rows))
         if own is None:
             return None
-        if not named_tuples(own):  # the form of earlier versions
-            raise ValueError(
-                f"{self.checkpoints} was written by an earlier version; give the run a new folder"
-            )
         exact = state_to(own, dtype=torch.float32) if self.recipe.run.precision == "bf16" else own
         check_state(exact, self.bare.model.init_states(1), rows, f"{found.path}: carry")
         own = state_to(own, device=self.world.device)
@@ -543,7 +522,7 @@ class Trainer:
             self.recipe.run,
             self.world,
             self.carry,
-            self.restarts,
+            self.fresh_rows,
             learn=self.learning or False,
         )
         norm = _norm(self.bare, optim.clip)
@@ -581,13 +560,16 @@ class Trainer:
             raise TrainingFailedError(
                 f"{self.memory.bad} steps in a row had a loss or gradient that is not finite"
                 f" (last: loss {loss}, gradient norm {norm}); stopped at step {memory.step + 1}."
-                f" {self._advice()}"
+                f" {ADVICE.format(self.checkpoints)}"
             )
 
     @property
     def learning(self) -> list[str]:
-        """The levels that learn while they read at this step."""
-        return learning_levels(self.recipe, self.bare, self.memory.step)
+        """The levels that learn while they read at this step of the run (level growth)."""
+        levels = self.bare.config.memory_levels
+        grow = self.recipe.model.grow or (0,) * len(levels)
+        both = zip(levels, grow, strict=True)
+        return [lv.name for lv, first in both if lv.active and self.memory.step >= first]
 
     def _judge_levels(self) -> None:
         """Log what each learning level does, and what it is worth.
@@ -666,13 +648,6 @@ def _finite(model: nn.Module) -> bool:
 def _norm(model: nn.Module, clip: float | None) -> float:
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def _update(position: int, level: str, *measures: float) -> LevelUpdate:
-    """A saved update; earlier versions kept two measures, the gradient's norm and the step."""
-    if len(measures) == 2:
-        measures = (math.nan, *measures, math.nan)
-    return LevelUpdate(position, level, *measures)
 
 
 _FACTS = {

@@ -28,7 +28,7 @@ from nestling.scan.self_modifying.rule import Inputs, Weights
 OUTER, TAIL = "block", "convolution"
 
 
-class Seen(NamedTuple):
+class BlockSeen(NamedTuple):
     """The slow problems' view of one token: it, the fast state, each other's weights."""
 
     token: Token
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
     slow: dict[str, Parameters]
 
 
-class Parts(nn.Module):
+class Pieces(nn.Module):
     """The block's own code, piece by piece, with weights given from outside."""
 
     def __init__(self, block: Block) -> None:
@@ -87,14 +87,14 @@ def hope_block(
     towards zero as printed.
     """
     mixer = _checked(block, chunks)
-    parts, rule = Parts(block), mixer.rule
+    pieces, rule = Pieces(block), mixer.rule
     owner = {n: _owner(n) for n, _ in block.named_parameters()}
     weights = {n: p.detach().clone() for n, p in block.named_parameters()}
     slow = {OUTER: 1} | {f"continuum.{i}": chunk for i, chunk in enumerate(chunks)}
 
     def call(given: dict[str, Parameters], piece: str, *arguments: Any) -> Any:
         named = {f"block.{n}": given[owner[n]][n] for n in owner if owner[n] in given}
-        return torch.func.functional_call(parts, named, (piece, *arguments))
+        return torch.func.functional_call(pieces, named, (piece, *arguments))
 
     def seen_by(view: View) -> tuple[Inputs, Weights]:
         token = call({OUTER: view[OUTER]}, "inputs", view.item.x, view[TAIL]["x"])
@@ -150,11 +150,11 @@ def hope_block(
     def learner(name: str, chunk: int) -> Problem:
         others = [other for other in slow if other != name]
 
-        def context(view: View) -> Seen:
+        def context(view: View) -> BlockSeen:
             told = {other: view[other] for other in others}
-            return Seen(view.item, view[TAIL]["x"], view["mem"]["M"], told)
+            return BlockSeen(view.item, view[TAIL]["x"], view["mem"]["M"], told)
 
-        def objective(own: Parameters, seen: Seen) -> Tensor:
+        def objective(own: Parameters, seen: BlockSeen) -> Tensor:
             given = {**seen.slow, name: own}
             y = call(given, "output", seen.token.x, seen.tail, seen.memory)
             return loss(y, seen.token.target)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.paper.nested.problem import Problem, View
+from nestling.paper.nested.problem import Loss, Problem, View
 from nestling.paper.nested.solve import Due, descend, leaf, proximal_step
 from nestling.paper.nested.transfer import (
     Parameters,
@@ -19,8 +19,6 @@ from nestling.paper.nested.transfer import (
     initialisation,
 )
 from nestling.rules import Gates, Rule, identity
-
-Loss = Callable[[Parameters, Any], Tensor]
 
 
 class Task(NamedTuple):

@@ -476,7 +476,8 @@ def run_backward(
     segments = list(cut(rule, position, total))
     chosen = _chosen(choice, len(segments), dlast)
     dstack, dbegun = _join(rule.fresh(position + total), dstack, chosen)
-    rooms = [_like(part) for part in (inputs.x, inputs.k, inputs.v, inputs.q, inputs.gates)]
+    given = (inputs.x, inputs.k, inputs.v, inputs.q, inputs.gates)
+    rooms = [None if part is None else torch.empty_like(part) for part in given]
     dreadout, dbias = torch.zeros_like(inputs.readout), torch.zeros_like(inputs.bias)
     dhome = None if home is None else torch.zeros_like(home)
     work = Workspace(dstack, dstack.dtype)
@@ -510,9 +511,9 @@ def run_backward(
         for room, grad in zip(rooms, found, strict=True):
             if room is not None and grad is not None:
                 room[:, tokens] = grad
-    dx, *given = rooms
+    dx, *rest = rooms
     dbegun = torch.zeros_like(dstack) if dbegun is None else dbegun
-    return dstack, dbegun, dhome, [dx, dreadout, dbias, *given]
+    return dstack, dbegun, dhome, [dx, dreadout, dbias, *rest]
 
 
 class _Rows:
@@ -533,10 +534,6 @@ class _Rows:
         if not self.keep:
             return {name: self.work(f"kept {name}", *shape) for name, shape in shapes.items()}
         return {n: self.keep[n][i, : math.prod(s)].view(s) for n, s in shapes.items()}
-
-
-def _like(part: Tensor | None) -> Tensor | None:
-    return None if part is None else torch.empty_like(part)
 
 
 def _mask(fresh: tuple[bool, ...], stack: Tensor) -> Tensor:
@@ -573,7 +570,7 @@ def _chosen(choice: Tensor | None, segment: int, grad: Tensor) -> Tensor:
 def _join(
     fresh: tuple[bool, ...], dstack: Tensor, dbegun: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Where a chunk begins its start is the running stack: gradients of the start flow there."""
+    """Add the gradient of a chunk's start to that of the stack, where the chunk begins."""
     if dbegun is None or not any(fresh):
         return dstack, dbegun
     if all(fresh):

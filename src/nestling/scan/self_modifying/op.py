@@ -9,6 +9,7 @@ included; so is the scan in segments, in compiled models only. The rule travels 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,16 +51,6 @@ def choose(backend: str, *, any_order: bool, refusal: str | None) -> str:
     return "triton" if backend != "chunk" and refusal is None and not any_order else "chunk"
 
 
-def _refusal(
-    rule: SelfRule, inputs: Inputs, weights: Weights, position: int | Tensor
-) -> str | None:
-    if "triton" not in INSTALLED:
-        return MISSING_TRITON
-    from nestling.scan.self_modifying.triton import refusal
-
-    return refusal(inputs, weights, position)
-
-
 def scan_self_modifying(
     rule: SelfRule,
     inputs: Inputs,
@@ -83,8 +74,13 @@ def scan_self_modifying(
     """
     if backend not in SELF_BACKENDS:
         one_of("backend", backend, SELF_BACKENDS)
-    asked = inputs.x.is_cuda or backend == "triton"
-    why = _refusal(rule, inputs, weights, position) if asked else "not on CUDA"
+    why: str | None = "not on CUDA"
+    if inputs.x.is_cuda or backend == "triton":
+        why = MISSING_TRITON
+        if "triton" in INSTALLED:
+            from nestling.scan.self_modifying.triton import refusal
+
+            why = refusal(inputs, weights, position)
     if choose(backend, any_order=is_any_order(), refusal=why) == "triton":
         from nestling.scan.self_modifying.triton import scan_triton
 
@@ -188,18 +184,24 @@ NOTHING, STARTS, ALL = range(3)
 
 
 def scan_operator(
-    rule: SelfRule, inputs: Inputs, first: Tensor, start: Tensor, position: int, recompute: bool
+    rule: SelfRule,
+    inputs: Inputs,
+    first: Tensor,
+    start: Tensor,
+    position: int,
+    recompute: bool,
+    tile: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Reads [b, T, d] and both weights [b, N, d, d] after the last token, for one position.
 
     Padding (`inputs.valid`) must stand behind each item's tokens; the start returned is that of the
-    item's own last chunk.
+    item's own last chunk. tile: tokens of a segment at most in Triton's kernels; 0 takes `kernel`.
     """
     home = None if inputs.initial is None else inputs.initial.first
     given = (first, start, home, *inputs[:8], inputs.valid)
     derived = any(part is not None and part.requires_grad for part in given)
     keep = (STARTS if recompute else ALL) if derived and torch.is_grad_enabled() else NOTHING
-    y, after, last, *_ = _scan(*rule.plain, position, keep, *given)
+    y, after, last, *_ = _scan(*rule.plain, position, tile, keep, *given)
     return y, after, last
 
 
@@ -208,7 +210,7 @@ def _rule(arguments: tuple[Any, ...]) -> SelfRule:
     return SelfRule.of(tuple(adaptive), *rest)
 
 
-def _inputs(tensors: tuple[Any, ...]) -> Inputs:
+def _inputs(tensors: Sequence[Any]) -> Inputs:
     """The inputs among `TENSORS`."""
     *given, valid = tensors[3:]
     return Inputs(*given)._replace(valid=valid)
@@ -217,16 +219,20 @@ def _inputs(tensors: tuple[Any, ...]) -> Inputs:
 @torch.library.custom_op(
     "nestling::self_modifying",
     mutates_args=(),
-    schema=f"({RULE}, int position, int keep, {TENSORS}) -> Tensor[]",
+    schema=f"({RULE}, int position, int tile, int keep, {TENSORS}) -> Tensor[]",
 )
 def _scan(*arguments: Any) -> list[Tensor]:
-    """Reads, weights, starts; then what is kept of all segments, in the order of `Run`."""
+    """Reads, weights, starts; then what is kept of all segments (by `kernel`: as in `Run`)."""
     rule = _rule(arguments)
-    position, keep, *tensors = arguments[len(PLAIN) :]
+    position, tile, keep, *tensors = arguments[len(PLAIN) :]
     first, start, home = tensors[:3]
+    if tile:
+        from nestling.scan.self_modifying.triton import run_forward as run_triton
+
+        return run_triton(rule, position, tile, _inputs(tensors), first, start, home, keep > 0)
     with torch.no_grad(), _full_precision(first):
         run = run_forward(
-            rule, position, _inputs(tuple(tensors)), first, start, home,
+            rule, position, _inputs(tensors), first, start, home,
             starts=keep > NOTHING, all_kept=keep == ALL,
         )  # fmt: skip
         ends = run.stack.reshape(first.shape).clone(), run.last.reshape(first.shape).clone()
@@ -237,8 +243,14 @@ def _scan(*arguments: Any) -> list[Tensor]:
 @_scan.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     rule = _rule(arguments)
-    position, keep, first, _, _, x, *_ = arguments[len(PLAIN) :]
+    position, tile, keep, first, _, _, x, *_ = arguments[len(PLAIN) :]
     b, total, d = x.shape
+    if tile:
+        from nestling.scan.self_modifying.triton import slots
+
+        first, many = first.float(), slots(rule, position, total, tile)
+        made = [torch.empty_like(x, dtype=first.dtype), *(torch.empty_like(first) for _ in "ab")]
+        return [*made, first.new_empty(many, *first.shape)] if keep else made
     made = [torch.empty_like(x), torch.empty_like(first), torch.empty_like(first)]
     if keep == NOTHING:
         return made
@@ -254,30 +266,40 @@ def _(*arguments: Any) -> list[Tensor]:
 @torch.library.custom_op(
     "nestling::self_modifying_backward",
     mutates_args=(),
-    schema=f"({RULE}, int position, {TENSORS}, Tensor[] made, Tensor? dy,"
+    schema=f"({RULE}, int position, int tile, {TENSORS}, Tensor[] made, Tensor? dy,"
     " Tensor? dfirst, Tensor? dstart) -> Tensor[]",
 )
 def _scan_backward(*arguments: Any) -> list[Tensor]:
     """Gradients of `TENSORS`; empty where there is nothing to derive."""
     rule = _rule(arguments)
-    position, *tensors, made, dy, dfirst, dstart = arguments[len(PLAIN) :]
+    position, tile, *tensors, made, dy, dfirst, dstart = arguments[len(PLAIN) :]
     first, _, home = tensors[:3]
-    y, stacks, starts, *rest = made
-    b, total, d = y.shape
-    size = max(s.tokens.stop - s.tokens.start for s in cut(rule, position, total))
-    kept = dict(zip(kept_shapes(rule, b, size, d), rest, strict=True)) if rest else {}
-    with torch.no_grad(), _full_precision(y):
-        dweights, dbegun, dhome, dinputs = run_backward(
-            rule, position, _inputs(tuple(tensors)), first, home,
-            Run(y, stacks[-1], y, stacks, starts, kept),
-            torch.zeros_like(first) if dfirst is None else dfirst,
-            torch.zeros_like(first) if dstart is None else dstart,
-            torch.zeros_like(y) if dy is None else dy,
-        )  # fmt: skip
+    y, stacks, *kept = made
+    if dy is None:
+        dy = torch.zeros_like(y)
+    inputs = _inputs(tensors)
+    found: Sequence[Tensor | None]
+    if tile:
+        from nestling.scan.self_modifying.triton import run_backward as run_triton
+
+        found = run_triton(rule, position, tile, inputs, home, y, stacks, dy, dfirst, dstart)
+    else:
+        b, total, d = y.shape
+        size = max(s.tokens.stop - s.tokens.start for s in cut(rule, position, total))
+        starts, *rest = kept
+        named = dict(zip(kept_shapes(rule, b, size, d), rest, strict=True)) if rest else {}
+        with torch.no_grad(), _full_precision(y):
+            dweights, dbegun, dhome, dinputs = run_backward(
+                rule, position, inputs, first, home,
+                Run(y, stacks[-1], y, stacks, starts, named),
+                torch.zeros_like(first) if dfirst is None else dfirst,
+                torch.zeros_like(first) if dstart is None else dstart,
+                dy,
+            )  # fmt: skip
+        found = (dweights.clone(), dbegun, dhome, *dinputs)
     shape = first.shape
-    found = [dweights.reshape(shape).clone(), dbegun.reshape(shape)]
-    found += [_or_empty(None if dhome is None else dhome.reshape(shape), y)]
-    return found + [_or_empty(part, y) for part in (*dinputs, None, None)]
+    ends = [None if part is None else part.reshape(shape) for part in found[:3]]
+    return [_or_empty(part, y) for part in (*ends, *found[3:], None, None)]
 
 
 def _or_empty(part: Tensor | None, like: Tensor) -> Tensor:
@@ -286,18 +308,21 @@ def _or_empty(part: Tensor | None, like: Tensor) -> Tensor:
 
 @_scan_backward.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    _, *tensors, made, _, _, _ = arguments[len(PLAIN) :]
+    *tensors, made, _, _, _ = arguments[len(PLAIN) + 2 :]
     derived = (*tensors[:10], None, None)  # (neither what is erased nor what is valid)
     return [
         _or_empty(None if part is None else torch.empty_like(part), made[0]) for part in derived
     ]
 
 
+PLACES = len(PLAIN) + 3
+"""The arguments of the operator before its tensors: the rule, position, tile, keep."""
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.plain = inputs[: len(PLAIN) + 1]
-    tensors = inputs[len(PLAIN) + 2 :]
-    ctx.save_for_backward(*tensors, output[0], *output[3:])
-    ctx.given = len(tensors)
+    ctx.plain = inputs[: PLACES - 1]
+    ctx.save_for_backward(*inputs[PLACES:], output[0], *output[3:])
+    ctx.given = len(inputs) - PLACES
     ctx.set_materialize_grads(False)
 
 
@@ -305,8 +330,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # (once: checkpointing unpacks no tensor twice)
     given, made = saved[: ctx.given], saved[ctx.given :]
     found = _scan_backward(*ctx.plain, *given, list(made), *grads[:3])
-    plain = len(PLAIN) + 2
-    return (*(None for _ in range(plain)), *only_needed(found, ctx.needs_input_grad[plain:]))
+    return (*(None for _ in range(PLACES)), *only_needed(found, ctx.needs_input_grad[PLACES:]))
 
 
 differentiate_once(

@@ -4,7 +4,7 @@
 most `tile` tokens: a segment never crosses the start of a chunk, but a chunk may be several
 segments, which share the weights where the chunk starts. All weights stand in one tensor `stacks`
 [slots, b, N, D, D]: slot 0 is the start that was given, slot i + 1 the stack before segment i. A
-segment's row of `plan` is its first token, its end, and the slots where the chunks of the main
+segment's row of `cuts` is its first token, its end, and the slots where the chunks of the main
 memory and of the others start.
 
 Forward, two launches a segment, because inside a segment the memories are independent given k, v
@@ -32,10 +32,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
-from nestling.scan.opaque import differentiate_once, only_needed
-from nestling.scan.self_modifying.op import RULE, TENSORS
-from nestling.scan.self_modifying.rule import PLAIN, RETAIN_MIN, Inputs, SelfRule, Weights
+from nestling.scan.self_modifying.op import scan_operator
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights
 from nestling.scan.tiles import (
     DTYPES,
     LARGEST,
@@ -48,7 +48,7 @@ from nestling.scan.tiles import (
     where_it_runs,
 )
 
-__all__ = ["refusal", "scan_triton"]
+__all__ = ["refusal", "run_backward", "run_forward", "scan_triton", "slots"]
 
 EPS = tl.constexpr(1e-6)
 
@@ -135,7 +135,7 @@ def _look_at(
 
 @triton.jit(do_not_specialize=["first"])
 def _look(
-    plan, x, readout, bias, ks, vs, qs, gates, erase, valid, home, stacks,
+    cuts, x, readout, bias, ks, vs, qs, gates, erase, valid, home, stacks,
     keys, values, queries, inverse, numbers, first, T, B, RATE, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
@@ -145,28 +145,28 @@ def _look(
     """k, v, q, gates and the inverse of a segment. The rows of its `numbers` [8, C]: rate, log g_t,
     log g_{t-1}, the shares of rate and retention, the scales of k, v and q."""
     b = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * B + b  # of the tape
-    plan += (first + tl.program_id(0)) * 4
-    t0 = tl.load(plan)
-    others = tl.load(plan + 3).to(tl.int64)
+    row = tl.program_id(0) * B + b  # of the results
+    cuts += (first + tl.program_id(0)) * 4
+    t0 = tl.load(cuts)
+    others = tl.load(cuts + 3).to(tl.int64)
     r, d = tl.arange(0, C), tl.arange(0, D)
     t = t0 + r
-    ok = t < tl.load(plan + 1)
+    ok = t < tl.load(cuts + 1)
     x += b * T * D
     stack = stacks + (others * B + b) * N * D * D
     numbers += row * 8 * C
     if home is not None:
         home += b * N * D * D
     # k, v, q
-    tape = row * C * D
+    spot = row * C * D
     K = _look_at(
-        x, ks, b * T * D, t, ok, stack, home, numbers + 5 * C, keys + tape, K_AT, D, C, BK, PREC
+        x, ks, b * T * D, t, ok, stack, home, numbers + 5 * C, keys + spot, K_AT, D, C, BK, PREC
     )
     _look_at(
-        x, vs, b * T * D, t, ok, stack, home, numbers + 6 * C, values + tape, V_AT, D, C, BK, PREC
+        x, vs, b * T * D, t, ok, stack, home, numbers + 6 * C, values + spot, V_AT, D, C, BK, PREC
     )
     _look_at(
-        x, qs, b * T * D, t, ok, stack, home, numbers + 7 * C, queries + tape, Q_AT, D, C, BK, PREC
+        x, qs, b * T * D, t, ok, stack, home, numbers + 7 * C, queries + spot, Q_AT, D, C, BK, PREC
     )
     # gates
     X = load_rows(x, t, ok, d, D)
@@ -267,23 +267,23 @@ def _errors(
 
 @triton.jit(do_not_specialize=["first"])
 def _learn(
-    plan, erase, home, stacks, keys, values, queries, inverse, numbers,
+    cuts, erase, home, stacks, keys, values, queries, inverse, numbers,
     y, written, own, u, scales, first, T, B, CLIP,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
     ERASE: tl.constexpr, OWN: tl.constexpr, L2: tl.constexpr, SHORT: tl.constexpr,
-    READ_START: tl.constexpr, TAPE: tl.constexpr, PREC: tl.constexpr,
+    READ_START: tl.constexpr, FULL: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """BO rows of one memory through a segment: the stack after it and reads, or (TAPE) the rows
+    """BO rows of one memory through a segment: the stack after it and reads, or (FULL) the rows
     written [b, N, C, D] and what made them."""
     b = tl.program_id(1).to(tl.int64)
     n = tl.program_id(2) // (D // BO)
     o = tl.program_id(2) % (D // BO) * BO + tl.arange(0, BO)
     row = tl.program_id(0) * B + b
     segment = first + tl.program_id(0)
-    plan += segment * 4
+    cuts += segment * 4
     r, d = tl.arange(0, C), tl.arange(0, D)
     here = (b * N + n) * D * D
-    begun = tl.load(plan + 2 + (n > 0)).to(tl.int64)  # the slot where this memory's chunk starts
+    begun = tl.load(cuts + 2 + (n > 0)).to(tl.int64)  # the slot where this memory's chunk starts
     begun = stacks + begun * B * N * D * D + here
     slots = tl.full((), N * D * D, tl.int64) * B  # from one slot to the next
     now = stacks + (segment + 1) * slots + here
@@ -306,15 +306,15 @@ def _learn(
             faded *= tl.load(erase + b).to(tl.float32)
         W -= faded[:, None] * tl.dot(K, tl.trans(S), input_precision=PREC)
         W = tl.dot(_tile(inverse + row * C * C, r, r, C), W, input_precision=PREC)
-    if TAPE:
-        tape = (row * N + n) * C
-        _put(written + tape * D, r, o, W, D)
+    if FULL:
+        spot = (row * N + n) * C
+        _put(written + spot * D, r, o, W, D)
         if OWN:
-            _put(own + tape * D, r, o, vhat, D)
+            _put(own + spot * D, r, o, vhat, D)
         if SHORT:
-            _put(u + tape * D, r, o, error, D)
-        tl.store(scales + tape * 2 + r, scale)
-        tl.store(scales + tape * 2 + C + r, short)
+            _put(u + spot * D, r, o, error, D)
+        tl.store(scales + spot * 2 + r, scale)
+        tl.store(scales + spot * 2 + C + r, short)
     else:
         last = _last(g, r, C)
         rows = W * tl.exp(last - g)[:, None]
@@ -336,14 +336,14 @@ def _learn(
             if not READ_START:
                 Y *= tl.exp(past)[:, None]
                 Y += tl.dot(alike * _gap(past, g, r), W, input_precision=PREC)
-            t = tl.load(plan) + r
+            t = tl.load(cuts) + r
             at = y + b * T * D + t[:, None] * D + o[None, :]
-            tl.store(at, Y, mask=(t < tl.load(plan + 1))[:, None])
+            tl.store(at, Y, mask=(t < tl.load(cuts + 1))[:, None])
 
 
 @triton.jit(do_not_specialize=["first", "segment"])
 def _learn_back(
-    plan, erase, stacks, keys, values, queries, inverse, numbers, y, written, own, u,
+    cuts, erase, stacks, keys, values, queries, inverse, numbers, y, written, own, u,
     dy, dstack, dks, dqs, dus, sums, logs, segment, first, T, B,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
     ERASE: tl.constexpr, OWN: tl.constexpr, SHORT: tl.constexpr,
@@ -356,8 +356,8 @@ def _learn_back(
     o = tl.program_id(1) % (D // BO) * BO + tl.arange(0, BO)
     row = (segment - first) * B + b
     part = b * N * (D // BO) + tl.program_id(1)  # a share of what all memories and columns give
-    tape = (row * N + n) * C
-    plan += segment * 4
+    spot = (row * N + n) * C
+    cuts += segment * 4
     r, d = tl.arange(0, C), tl.arange(0, D)
     here = (b * N + n) * D * D
     slots = tl.full((), N * D * D, tl.int64) * B  # from one slot to the next
@@ -368,7 +368,7 @@ def _learn_back(
     last = _last(g, r, C)
     tail = tl.exp(last - g)
     K = _tile(keys + row * C * D, r, d, D)
-    W = _tile(written + tape * D, r, o, D)
+    W = _tile(written + spot * D, r, o, D)
     dafter = _tile(dstack, o, d, D)
     both = _tile(now + slots, o, d, D) * dafter
     tl.store(logs + part, tl.sum(tl.sum(both, 1), 0))
@@ -380,8 +380,8 @@ def _learn_back(
     moving = tl.zeros([C], tl.float32)
     if not READ_START:
         if n == 0:
-            t = tl.load(plan) + r
-            ok = t < tl.load(plan + 1)
+            t = tl.load(cuts) + r
+            ok = t < tl.load(cuts + 1)
             dY = load_rows(dy + b * T * D, t, ok, o, D)
             moving = tl.sum(dY * load_rows(y + b * T * D, t, ok, o, D), 1)
             Q = _tile(queries + row * C * D, r, d, D)
@@ -409,9 +409,9 @@ def _learn_back(
         dK -= tl.dot(dseen, S, input_precision=PREC)
         dS -= tl.dot(tl.trans(dseen), K, input_precision=PREC)
     if SHORT:
-        error = _tile(u + tape * D, r, o, D)
+        error = _tile(u + spot * D, r, o, D)
     elif OWN:
-        error = _tile(own + tape * D, r, o, D)
+        error = _tile(own + spot * D, r, o, D)
     else:
         error = _tile(values + row * C * D, r, o, D)
     tl.store(sums + part * 3 * C + r, z)
@@ -433,7 +433,7 @@ def _through(du, u, dots, short, CLIP, SHORT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "segment"])
 def _errors_back(
-    plan, home, stacks, keys, values, queries, own, u, scales,
+    cuts, home, stacks, keys, values, queries, own, u, scales,
     dy, dus, sums, dks, dvs, dqs, dbegun, dhome, segment, first, T, B, CLIP,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
     OWN: tl.constexpr, L2: tl.constexpr, SHORT: tl.constexpr,
@@ -445,14 +445,14 @@ def _errors_back(
     o = tl.program_id(1) % (D // BO) * BO + tl.arange(0, BO)
     row = (segment - first) * B + b
     part = b * N * (D // BO) + tl.program_id(1)
-    tape = (row * N + n) * C
-    plan += segment * 4
+    spot = (row * N + n) * C
+    cuts += segment * 4
     r, d = tl.arange(0, C), tl.arange(0, D)
     here = (b * N + n) * D * D
-    begun = tl.load(plan + 2 + (n > 0)).to(tl.int64)
+    begun = tl.load(cuts + 2 + (n > 0)).to(tl.int64)
     begun = stacks + begun * B * N * D * D + here
     dbegun += here
-    scale, short = tl.load(scales + tape * 2 + r), tl.load(scales + tape * 2 + C + r)
+    scale, short = tl.load(scales + spot * 2 + r), tl.load(scales + spot * 2 + C + r)
     dots = tl.zeros([C], tl.float32)  # dU . U over all columns
     for block in range(0, D // BO):
         dots += tl.load(sums + (b * N * (D // BO) + n * (D // BO) + block) * 3 * C + C + r)
@@ -460,7 +460,7 @@ def _errors_back(
     dU = _tile(mine, r, o, D)
     error = dU
     if SHORT:
-        error = _tile(u + tape * D, r, o, D)
+        error = _tile(u + spot * D, r, o, D)
     derror = _through(dU, error, dots, short, CLIP, SHORT)
     dB = _tile(dbegun, o, d, D)
     K = _tile(keys + row * C * D, r, d, D)
@@ -471,21 +471,21 @@ def _errors_back(
         dB -= tl.dot(tl.trans(derror), K, input_precision=PREC)
     if READ_START:
         if n == 0:
-            t = tl.load(plan) + r
-            dY = load_rows(dy + b * T * D, t, t < tl.load(plan + 1), o, D)
+            t = tl.load(cuts) + r
+            dY = load_rows(dy + b * T * D, t, t < tl.load(cuts + 1), o, D)
             Q = _tile(queries + row * C * D, r, d, D)
             dQ = tl.dot(dY, _tile(begun, o, d, D), input_precision=PREC)
             _put(dqs + (b * (D // BO) + tl.program_id(1)) * C * D, r, d, dQ, D)
             dB += tl.dot(tl.trans(dY), Q, input_precision=PREC)
     if OWN:
-        vhat = _tile(own + tape * D, r, o, D)
+        vhat = _tile(own + spot * D, r, o, D)
         if SHORT:  # dots of the error's gradient with vhat, over all columns
             every = tl.zeros([C], tl.float32)
             for block in range(0, D, BO):
                 columns = block + tl.arange(0, BO)
-                some = _tile(u + tape * D, r, columns, D)
+                some = _tile(u + spot * D, r, columns, D)
                 some = _through(_tile(mine, r, columns, D), some, dots, short, CLIP, SHORT)
-                every += tl.sum(some * _tile(own + tape * D, r, columns, D), 1)
+                every += tl.sum(some * _tile(own + spot * D, r, columns, D), 1)
             dots = every
         down = (derror - vhat * dots[:, None]) * scale[:, None]
         memory = _tile(begun, o, d, D)
@@ -526,7 +526,7 @@ def _unit_back(
 
 @triton.jit(do_not_specialize=["first", "segment"])
 def _look_back(
-    plan, x, readout, valid, keys, values, queries, numbers,
+    cuts, x, readout, valid, keys, values, queries, numbers,
     dks, dvs, dqs, sums, logs, dstack, dbegun, dhome, dk, dv, dq, draw,
     segment, first, T, B, SPAN, LEAST,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BO: tl.constexpr,
@@ -543,10 +543,10 @@ def _look_back(
     n = tl.program_id(1) // (D // BO)
     o = tl.program_id(1) % (D // BO) * BO + tl.arange(0, BO)
     row = (segment - first) * B + b
-    plan += segment * 4
+    cuts += segment * 4
     r, d = tl.arange(0, C), tl.arange(0, D)
-    t = tl.load(plan) + r
-    ok = t < tl.load(plan + 1)
+    t = tl.load(cuts) + r
+    ok = t < tl.load(cuts + 1)
     numbers += row * 8 * C
     keys, values, queries = keys + row * C * D, values + row * C * D, queries + row * C * D
     dks, dvs, dqs = dks + b * P * C * D, dvs + b * PV * C * D, dqs + b * (D // BO) * C * D
@@ -609,7 +609,7 @@ def _look_back(
     dB = _tile(dbegun + here, o, d, D) + more
     if dhome is not None:
         _put(dhome + here, o, d, _tile(dhome + here, o, d, D) + more, D)
-    begins = tl.load(plan + 2 + (n > 0)) == segment + 1
+    begins = tl.load(cuts + 2 + (n > 0)) == segment + 1
     dS = _tile(dstack + here, o, d, D)
     _put(dstack + here, o, d, tl.where(begins, dS + dB, dS), D)
     _put(dbegun + here, o, d, tl.where(begins, 0.0, dB), D)
@@ -651,7 +651,7 @@ def _gather_gate(
 
 @triton.jit(do_not_specialize=["first"])
 def _gather(
-    plan, x, readout, home, stacks, dk, dv, dq, draw, dx, dreadouts, first, T, B,
+    cuts, x, readout, home, stacks, dk, dv, dq, draw, dx, dreadouts, first, T, B,
     D: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     K_AT: tl.constexpr, V_AT: tl.constexpr, Q_AT: tl.constexpr,
     ETA_AT: tl.constexpr, ALPHA_AT: tl.constexpr, PREC: tl.constexpr,
@@ -659,11 +659,11 @@ def _gather(
     """The gradients of x, and of the read-outs by segment."""
     b = tl.program_id(1).to(tl.int64)
     segment = first + tl.program_id(0)
-    plan += segment * 4
+    cuts += segment * 4
     r, d = tl.arange(0, C), tl.arange(0, D)
-    t = tl.load(plan) + r
-    ok = t < tl.load(plan + 1)
-    others = tl.load(plan + 3).to(tl.int64)
+    t = tl.load(cuts) + r
+    ok = t < tl.load(cuts + 1)
+    others = tl.load(cuts + 3).to(tl.int64)
     stack = stacks + (others * B + b) * N * D * D
     draw, readout = draw + b * T * 2, readout + b * 2 * D
     dreadouts += (segment * B + b) * 2 * D
@@ -688,10 +688,10 @@ def _gather(
 
 
 GIVEN = Inputs._fields[:8]
-"""The inputs that are tensors of every token or item, in the order of `TENSORS`."""
+"""The inputs that are tensors of every token or item."""
 
 
-class Plan(NamedTuple):
+class Cuts(NamedTuple):
     """How a call is cut: rows of first token, end, slot of the main memory's start and of the
     others'; and for every number of tokens the two slots where the then last chunks start."""
 
@@ -700,7 +700,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(chunk: int, others: int, offset: int, total: int, tile: int) -> Plan:
+def _cuts_of(chunk: int, others: int, offset: int, total: int, tile: int) -> Cuts:
     """The cut of `total` tokens, the first of which stands at `offset` (modulo both chunks)."""
     places: dict[int, int] = {}  # where a segment starts -> the slot of the stack there
     cuts: list[tuple[int, int]] = []
@@ -721,18 +721,18 @@ def _plan(chunk: int, others: int, offset: int, total: int, tile: int) -> Plan:
     for seen in range(total + 1):
         where = offset + seen
         ends.append((slot(where, chunk), slot(where, others)))
-    return Plan(segments, tuple(ends))
+    return Cuts(segments, tuple(ends))
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(plan: Plan, device: torch.device) -> Tensor:
-    """The segments of a plan where kernels read them; kept, so that it is copied once."""
-    return torch.tensor(plan.segments, dtype=torch.int32).to(device)
+def _on_device(cuts: Cuts, device: torch.device) -> Tensor:
+    """The segments of a cuts where kernels read them; kept, so that it is copied once."""
+    return torch.tensor(cuts.segments, dtype=torch.int32).to(device)
 
 
-def _cut(rule: SelfRule, position: int, total: int, tile: int) -> Plan:
+def _cut(rule: SelfRule, position: int, total: int, tile: int) -> Cuts:
     large = max(rule.chunk, rule.chunk_others)  # (the smaller one divides it)
-    return _plan(rule.chunk, rule.chunk_others, position % large, total, tile)
+    return _cuts_of(rule.chunk, rule.chunk_others, position % large, total, tile)
 
 
 class _Setting(NamedTuple):
@@ -773,7 +773,7 @@ def _setting(rule: SelfRule, d: int, tile: int) -> _Setting:
     )
 
 
-class _Tape(NamedTuple):
+class _Results(NamedTuple):
     """Results of some segments, [G, b, ...]; `written`, `own`, `u` and `scales` [G, b, N, ...]
     only for the backward pass."""
 
@@ -788,12 +788,12 @@ class _Tape(NamedTuple):
     scales: Tensor
 
     @staticmethod
-    def empty(rule: SelfRule, like: Tensor, many: int, tile: int, *, full: bool) -> _Tape:
+    def empty(rule: SelfRule, like: Tensor, many: int, tile: int, *, full: bool) -> _Results:
         b, n, d, _ = like.shape
         rows = (many, b, tile, d)
         every = (many, b, n, tile, d) if full else (0,)
         short = full and (rule.squared or rule.clip < 1)
-        return _Tape(
+        return _Results(
             like.new_empty(rows),
             like.new_empty(rows),
             like.new_empty(rows),
@@ -806,165 +806,159 @@ class _Tape(NamedTuple):
         )
 
 
-class _Call(NamedTuple):
+class _Arguments(NamedTuple):
     """One call's inputs as the kernels take them."""
 
     rule: SelfRule
     inputs: Inputs  # row-major
     home: Tensor | None
     valid: Tensor | None
-    plan: Tensor  # [S, 4]
+    cuts: Tensor  # [S, 4]
     stacks: Tensor  # [slots, b, N, D, D]
     setting: _Setting
 
-    def look(self, tape: _Tape, first: int, many: int) -> None:
+    def look(self, results: _Results, first: int, many: int) -> None:
         rule, inputs, stacks = self.rule, self.inputs, self.stacks
         b, total, _ = inputs.x.shape
         _look[(many, b)](
-            self.plan, inputs.x, inputs.readout, inputs.bias, inputs.k, inputs.v, inputs.q,
-            inputs.gates, inputs.erase, self.valid, self.home, stacks, *tape[:5], first, total, b,
-            rule.rate_max, rule.retain_max - RETAIN_MIN, RETAIN_MIN, **self.setting.look,
+            self.cuts, inputs.x, inputs.readout, inputs.bias, inputs.k, inputs.v, inputs.q,
+            inputs.gates, inputs.erase, self.valid, self.home, stacks, *results[:5], first,
+            total, b, rule.rate_max, rule.retain_max - RETAIN_MIN, RETAIN_MIN, **self.setting.look,
         )  # fmt: skip
 
-    def learn(self, tape: _Tape, y: Tensor, first: int, many: int, *, taped: bool) -> None:
+    def learn(self, results: _Results, y: Tensor, first: int, many: int, *, full: bool) -> None:
         b, total, d = self.inputs.x.shape
         n = self.stacks.shape[2]
         _learn[(many, b, n * d // self.setting.block)](
-            self.plan, self.inputs.erase, self.home, self.stacks, *tape[:5], y, *tape[5:],
-            first, total, b, float(self.rule.clip), TAPE=taped, **self.setting.learn,
+            self.cuts, self.inputs.erase, self.home, self.stacks, *results[:5], y, *results[5:],
+            first, total, b, float(self.rule.clip), FULL=full, **self.setting.learn,
         )  # fmt: skip
 
 
-def _call(
-    rule: SelfRule, plan: Plan, tile: int, stacks: Tensor, home: Tensor | None, inputs: Inputs
-) -> _Call:
+def _arguments(
+    rule: SelfRule, cuts: Cuts, tile: int, stacks: Tensor, home: Tensor | None, inputs: Inputs
+) -> _Arguments:
     rows = [flat(getattr(inputs, name)) for name in GIVEN]
     inputs = Inputs(*rows)._replace(valid=flat(inputs.valid))  # type: ignore[arg-type]
-    where = _on_device(plan, inputs.x.device)
+    where = _on_device(cuts, inputs.x.device)
     setting = _setting(rule, stacks.shape[-1], tile)
-    return _Call(rule, inputs, flat(home), inputs.valid, where, stacks, setting)
+    return _Arguments(rule, inputs, flat(home), inputs.valid, where, stacks, setting)
 
 
-def _pick(stacks: Tensor, plan: Plan, valid: Tensor | None) -> Tensor:
+def _pick(stacks: Tensor, cuts: Cuts, valid: Tensor | None) -> Tensor:
     """The weights where the last chunks start, [b, N, D, D]."""
     if valid is None:
-        mem, others = plan.ends[-1]
+        mem, others = cuts.ends[-1]
         return torch.cat([stacks[mem, :, :1], stacks[others, :, 1:]], 1)
-    slots, items = _end_slots(plan, valid), torch.arange(stacks.shape[1], device=stacks.device)
+    slots, items = _end_slots(cuts, valid), torch.arange(stacks.shape[1], device=stacks.device)
     return torch.cat([stacks[slots[:, 0], items, :1], stacks[slots[:, 1], items, 1:]], 1)
 
 
-def _end_slots(plan: Plan, valid: Tensor) -> Tensor:
+def _end_slots(cuts: Cuts, valid: Tensor) -> Tensor:
     """The slots where the last chunks of each item start, [b, 2]."""
-    return torch.tensor(plan.ends, dtype=torch.int64).to(valid.device)[valid.sum(1)]
+    return torch.tensor(cuts.ends, dtype=torch.int64).to(valid.device)[valid.sum(1)]
 
 
 def _forward(
     rule: SelfRule, position: int, tile: int, first: Tensor, start: Tensor, home: Tensor | None,
     inputs: Inputs,
-) -> tuple[Tensor, Tensor, Plan]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Cuts]:  # fmt: skip
     """Reads, all stacks, and how the call was cut."""
-    plan = _cut(rule, position, inputs.x.shape[1], tile)
-    stacks = first.new_empty(len(plan.segments) + 2, *first.shape, dtype=torch.float32)
+    cuts = _cut(rule, position, inputs.x.shape[1], tile)
+    stacks = first.new_empty(len(cuts.segments) + 2, *first.shape, dtype=torch.float32)
     stacks[0], stacks[1] = start, first
-    call = _call(rule, plan, tile, stacks, home, inputs)
+    call = _arguments(rule, cuts, tile, stacks, home, inputs)
     y = torch.empty_like(call.inputs.x, dtype=torch.float32)
-    tape = _Tape.empty(rule, first, 1, tile, full=False)
-    for i in range(len(plan.segments)):
-        call.look(tape, i, 1)
-        call.learn(tape, y, i, 1, taped=False)
-    return y, stacks, plan
+    results = _Results.empty(rule, first, 1, tile, full=False)
+    for i in range(len(cuts.segments)):
+        call.look(results, i, 1)
+        call.learn(results, y, i, 1, full=False)
+    return y, stacks, cuts
 
 
 WINDOW = 2048
 """Tokens whose weights stand side by side where no gradient is asked for."""
 
-TAPE = 1 << 26
+TOGETHER = 1 << 26
 """Numbers a backward pass computes again at a time."""
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[SelfRule, list[Any]]:
-    """The rule, and what stands behind it in an operator's schema."""
-    adaptive, *rest = arguments[: len(PLAIN)]
-    return SelfRule.of(tuple(adaptive), *rest), list(arguments[len(PLAIN) :])
+def slots(rule: SelfRule, position: int, total: int, tile: int) -> int:
+    """How many stacks of weights a scan of so many tokens keeps for its backward pass."""
+    return len(_cut(rule, position, total, tile).segments) + 2
 
 
-@torch.library.custom_op(
-    "nestling::self_modifying_triton",
-    mutates_args=(),
-    schema=f"({RULE}, int position, int tile, bool keep, {TENSORS}) -> Tensor[]",
-)
-def _scan(*arguments: Any) -> list[Tensor]:
+def run_forward(
+    rule: SelfRule,
+    position: int,
+    tile: int,
+    inputs: Inputs,
+    first: Tensor,
+    start: Tensor,
+    home: Tensor | None,
+    keep: bool,
+) -> list[Tensor]:
     """Reads, weights, starts, and the weights before every segment if they are to be kept."""
-    how, (position, tile, keep, first, start, home, *given, valid) = _split(arguments)
-    inputs = Inputs(*given)._replace(valid=valid)
     x = inputs.x
-    if keep or x.shape[1] <= WINDOW or valid is not None:
-        y, stacks, plan = _forward(how, position, tile, first, start, home, inputs)
-        last = _pick(stacks, plan, valid)
-        return [y, stacks[-1].clone(), last, stacks if keep else x.new_empty(0)]
+    if keep or x.shape[1] <= WINDOW or inputs.valid is not None:
+        y, stacks, cuts = _forward(rule, position, tile, first, start, home, inputs)
+        last = _pick(stacks, cuts, inputs.valid)
+        return [y, stacks[-1].clone(), last, *([stacks] if keep else [])]
     reads = []
     for done in range(0, x.shape[1], WINDOW):
         part = inputs.at(slice(done, done + WINDOW))
-        y, stacks, plan = _forward(how, position + done, tile, first, start, home, part)
-        first, start = stacks[-1], _pick(stacks, plan, None)
+        y, stacks, cuts = _forward(rule, position + done, tile, first, start, home, part)
+        first, start = stacks[-1], _pick(stacks, cuts, None)
         reads.append(y)
-    return [torch.cat(reads, 1), first.clone(), start, x.new_empty(0)]
+    return [torch.cat(reads, 1), first.clone(), start]
 
 
-@_scan.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    how, (position, tile, keep, first, _, _, x, *_) = _split(arguments)
-    plan = _cut(how, position, x.shape[1], tile)
-    like = first.new_empty(0, dtype=torch.float32)
-    kept = like.new_empty(len(plan.segments) + 2, *first.shape) if keep else x.new_empty(0)
-    return [like.new_empty(x.shape), like.new_empty(first.shape), like.new_empty(first.shape), kept]
-
-
-@torch.library.custom_op(
-    "nestling::self_modifying_triton_backward",
-    mutates_args=(),
-    schema=f"({RULE}, int position, int tile, {TENSORS}, Tensor y, Tensor stacks, Tensor? dy,"
-    " Tensor? dfirst, Tensor? dlast) -> Tensor[]",
-)
-def _scan_backward(*arguments: Any) -> list[Tensor]:
-    """Gradients of `TENSORS`; empty where there is nothing to derive."""
-    how, rest = _split(arguments)
-    position, tile, _, _, home, *given, valid, y, stacks, dy, dfirst, dlast = rest
-    x, readout, bias, k, v, q, gates, _ = given
+def run_backward(
+    rule: SelfRule,
+    position: int,
+    tile: int,
+    inputs: Inputs,
+    home: Tensor | None,
+    y: Tensor,
+    stacks: Tensor,
+    dy: Tensor,
+    dfirst: Tensor | None,
+    dlast: Tensor | None,
+) -> list[Tensor | None]:
+    """Gradients of the weights, of the start, of home, and of the inputs up to `gates`."""
+    x, readout, bias, k, v, q, gates, *_ = inputs
     b, total, d = x.shape
-    plan = _cut(how, position, total, tile)
-    call = _call(how, plan, tile, stacks, home, Inputs(*given)._replace(valid=valid))
+    cuts, valid = _cut(rule, position, total, tile), inputs.valid
+    call = _arguments(rule, cuts, tile, stacks, home, inputs)
     dstack = torch.zeros_like(stacks[0]) if dfirst is None else dfirst.float().clone()
     dbegun = torch.zeros_like(stacks[0])
     slots = None
     if dlast is not None and valid is not None:
-        slots = _end_slots(plan, valid)
-        dstack += _of_items(dlast, slots, len(plan.segments) + 1)
+        slots = _end_slots(cuts, valid)
+        dstack += _of_items(dlast, slots, len(cuts.segments) + 1)
     elif dlast is not None:
-        for some, slot in ((slice(0, 1), plan.ends[-1][0]), (slice(1, None), plan.ends[-1][1])):
-            into = dstack if slot == len(plan.segments) + 1 else dbegun
+        for some, slot in ((slice(0, 1), cuts.ends[-1][0]), (slice(1, None), cuts.ends[-1][1])):
+            into = dstack if slot == len(cuts.segments) + 1 else dbegun
             into[:, some] += dlast[:, some]
-    back = _Back.empty(call, dstack, dbegun, torch.zeros_like(y) if dy is None else dy)
-    many = max(1, min(len(plan.segments), TAPE // (b * tile * d * (3 * len(how.names) + 4))))
-    tape = _Tape.empty(how, stacks[0], many, tile, full=True)
-    for end in range(len(plan.segments), 0, -many):
+    back = _Gradients.empty(call, dstack, dbegun, dy)
+    many = max(1, min(len(cuts.segments), TOGETHER // (b * tile * d * (3 * len(rule.names) + 4))))
+    again = _Results.empty(rule, stacks[0], many, tile, full=True)
+    for end in range(len(cuts.segments), 0, -many):
         first = max(0, end - many)
-        call.look(tape, first, end - first)
-        call.learn(tape, y, first, end - first, taped=True)
+        call.look(again, first, end - first)
+        call.learn(again, y, first, end - first, full=True)
         for i in range(end - 1, first - 1, -1):
-            if slots is not None and dlast is not None and i + 1 in plan.segments[i][2:]:
+            if slots is not None and dlast is not None and i + 1 in cuts.segments[i][2:]:
                 dbegun += _of_items(dlast, slots, i + 1)
-            back.step(call, tape, y, i, first)
+            back.step(call, again, y, i, first)
         back.gather(call, first, end - first)
     if slots is not None and dlast is not None:
         dbegun += _of_items(dlast, slots, 0)
-    dhome = x.new_empty(0) if back.dhome is None else back.dhome
     dreadout, dbias = back.dreadouts.sum(0).to(readout.dtype), back.draw.sum(1).to(bias.dtype)
-    grads = [back.dx.to(x.dtype), dreadout, dbias]
+    grads: list[Tensor | None] = [dstack, dbegun, back.dhome, back.dx.to(x.dtype), dreadout, dbias]
     for part, grad in ((k, back.dk), (v, back.dv), (q, back.dq), (gates, back.draw)):
-        grads.append(x.new_empty(0) if part is None else grad.to(part.dtype))
-    return [dstack, dbegun, dhome, *grads, x.new_empty(0), x.new_empty(0)]
+        grads.append(None if part is None else grad.to(part.dtype))
+    return grads
 
 
 def _of_items(grad: Tensor, slots: Tensor, slot: int) -> Tensor:
@@ -974,7 +968,7 @@ def _of_items(grad: Tensor, slots: Tensor, slot: int) -> Tensor:
     return torch.where(mine[:, :, None, None], grad, 0.0)
 
 
-class _Back(NamedTuple):
+class _Gradients(NamedTuple):
     """Where the backward pass writes: gradients, and the shares that memories pass on."""
 
     dstack: Tensor  # [b, N, D, D]
@@ -995,11 +989,11 @@ class _Back(NamedTuple):
     logs: Tensor  # [b, N D/BO]
 
     @staticmethod
-    def empty(call: _Call, dstack: Tensor, dbegun: Tensor, dy: Tensor) -> _Back:
+    def empty(call: _Arguments, dstack: Tensor, dbegun: Tensor, dy: Tensor) -> _Gradients:
         b, n, d, _ = dstack.shape
         new, tile, blocks = dstack.new_empty, call.setting.learn["C"], d // call.setting.block
         tokens, parts = (b, dy.shape[1], d), n * blocks
-        return _Back(
+        return _Gradients(
             dstack,
             dbegun,
             None if call.home is None else torch.zeros_like(dstack),
@@ -1009,7 +1003,7 @@ class _Back(NamedTuple):
             new(tokens),
             new(tokens),
             new(b, dy.shape[1], 2),
-            new(call.plan.shape[0], b, 2, d),
+            new(call.cuts.shape[0], b, 2, d),
             new(b, parts, tile, d),
             new(b, parts, tile, d),
             new(b, blocks, tile, d),
@@ -1018,64 +1012,39 @@ class _Back(NamedTuple):
             new(b, parts),
         )
 
-    def step(self, call: _Call, tape: _Tape, y: Tensor, segment: int, first: int) -> None:
-        """One segment back; the tape begins with segment `first`."""
+    def step(
+        self, call: _Arguments, results: _Results, y: Tensor, segment: int, first: int
+    ) -> None:
+        """One segment back; the results begin with segment `first`."""
         b, total, _ = call.inputs.x.shape
         setting, inputs, rule = call.setting, call.inputs, call.rule
         grid = (b, self.sums.shape[1])
         where = (segment, first, total, b)
         _learn_back[grid](
-            call.plan, inputs.erase, call.stacks, *tape[:5], y, *tape[5:8],
+            call.cuts, inputs.erase, call.stacks, *results[:5], y, *results[5:8],
             self.dy, self.dstack, self.dks, self.dqs, self.dus, self.sums, self.logs, *where,
             **setting.learn_back,
         )  # fmt: skip
         _errors_back[grid](
-            call.plan, call.home, call.stacks, *tape[:3], *tape[6:],
+            call.cuts, call.home, call.stacks, *results[:3], *results[6:],
             self.dy, self.dus, self.sums, self.dks, self.dvs, self.dqs, self.dbegun, self.dhome,
             *where, float(rule.clip), **setting.errors_back,
         )  # fmt: skip
         _look_back[grid](
-            call.plan, inputs.x, inputs.readout, call.valid, *tape[:3], tape.numbers,
+            call.cuts, inputs.x, inputs.readout, call.valid, *results[:3], results.numbers,
             self.dks, self.dvs, self.dqs, self.sums, self.logs, self.dstack, self.dbegun,
             self.dhome, self.dk, self.dv, self.dq, self.draw, *where,
             rule.retain_max - RETAIN_MIN, RETAIN_MIN, **setting.look_back,
         )  # fmt: skip
 
-    def gather(self, call: _Call, first: int, many: int) -> None:
+    def gather(self, call: _Arguments, first: int, many: int) -> None:
         """The gradients of x and of the read-outs for some segments."""
         inputs, (b, total, _) = call.inputs, call.inputs.x.shape
         _gather[(many, b)](
-            call.plan, inputs.x, inputs.readout, call.home, call.stacks,
+            call.cuts, inputs.x, inputs.readout, call.home, call.stacks,
             self.dk, self.dv, self.dq, self.draw, self.dx, self.dreadouts, first, total, b,
             **call.setting.gather,
         )  # fmt: skip
-
-
-@_scan_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    _, (_, _, *tensors, _, stacks, _, _, _) = _split(arguments)
-    derived = (stacks[0], stacks[0], *tensors[2:10], None, None)
-    none = stacks.new_empty(0)
-    return [torch.empty_like(none if part is None else part) for part in derived]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.plain = inputs[: len(PLAIN) + 2]
-    ctx.save_for_backward(*inputs[len(PLAIN) + 3 :], output[0], output[3])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    found = _scan_backward(*ctx.plain, *ctx.saved_tensors, *grads[:3])
-    plain = len(PLAIN) + 3
-    return (*(None for _ in range(plain)), *only_needed(found, ctx.needs_input_grad[plain:]))
-
-
-differentiate_once(
-    _scan, _scan_backward, _setup, _backward,
-    "the Triton self-modifying scan is differentiable once; second derivatives need an eager"
-    " model inside nestling.scan.any_order()",
-)  # fmt: skip
 
 
 def refusal(inputs: Inputs, weights: Weights, position: int | Tensor) -> str | None:
@@ -1104,21 +1073,18 @@ def scan_triton(
     why = refusal(inputs, weights, position)
     if why is not None:
         raise ValueError(f"backend 'triton' cannot run this scan: {why}; use backend='chunk'")
-    home = None if inputs.initial is None else inputs.initial.first
-    d = inputs.x.shape[-1]
-    miss = power(d) - d
-    if inputs.x.shape[1] == 0:
+    dtype, d = inputs.x.dtype, inputs.x.shape[-1]
+    if isinstance(position, Tensor) or inputs.x.shape[1] == 0:  # (the first is refused above)
         return inputs.x, weights, start
-
-    def wide(part: Tensor | None, dims: int) -> Tensor | None:
-        return part if part is None or not miss else torch.nn.functional.pad(part, [0, miss] * dims)
-
-    rows = (inputs.x, inputs.readout, inputs.k, inputs.v, inputs.q)
-    x, readout, k, v, q = (wide(part, 1) for part in rows)
-    first, begun, home = (wide(part, 2) for part in (weights.first, start.first, home))
-    given = (first, begun, home, x, readout, inputs.bias, k, v, q, inputs.gates, inputs.erase)
-    keep = torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in given)
+    first, begun = weights.first, start.first
+    if miss := power(d) - d:
+        rows: dict[str, Any] = {name: getattr(inputs, name) for name in ("x", "readout", *"kvq")}
+        rows = {n: None if part is None else pad(part, [0, miss]) for n, part in rows.items()}
+        if inputs.initial is not None:
+            rows["initial"] = Weights(pad(inputs.initial.first, [0, miss] * 2))
+        inputs = inputs._replace(**rows)
+        first, begun = (pad(part, [0, miss] * 2) for part in (first, begun))
     tile = min(longest(), power(min(rule.segment, inputs.x.shape[1])))
-    y, after, last, _ = _scan(*rule.plain, position, tile, keep, *given, inputs.valid)
+    y, after, last = scan_operator(rule, inputs, first, begun, position, False, tile)
     after, last = after[..., :d, :d], last[..., :d, :d]
-    return y[..., :d].to(inputs.x.dtype), Weights(after), Weights(last)
+    return y[..., :d].to(dtype), Weights(after), Weights(last)

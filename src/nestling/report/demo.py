@@ -27,15 +27,8 @@ class Trained(NamedTuple):
     curve: Sequence[tuple[float, float]]
 
 
-class Marked(NamedTuple):
-    """A passage as words with the loss of each, and where it stands in its document."""
-
-    title: str
-    words: Sequence[tuple[str, float]]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class DemoResults:
     """Everything the report shows; points are (x, y) by the reader's or the level's name."""
 
     result: Sequence[str]  # the outcome in a few sentences
@@ -45,7 +38,7 @@ class Story:
     kept: Mapping[
         str, Sequence[tuple[float, float]]
     ]  # nats saved after so many bytes of other text
-    passages: Sequence[Marked]
+    passages: Mapping[str, Sequence[tuple[str, float]]]  # words with their losses, by place
     description: Description
     timeline: Timeline
     levels: Mapping[str, MemoryLevel]
@@ -54,9 +47,9 @@ class Story:
     samples: Mapping[str, str] = field(default_factory=dict)
 
 
-def tell(story: Story) -> Page:
-    """The page."""
-    first, *more = story.result
+def demo_page(results: DemoResults) -> Page:
+    """Make the page."""
+    first, *more = results.result
     page = Page("A model whose levels learn while it reads", first)
     for line in more:
         page.text(line)
@@ -66,12 +59,12 @@ def tell(story: Story) -> Page:
         " and a Transformer with window attention (the recipe hope_attention). Then both met"
         " documents they had never seen."
     )
-    _levels(page, story)
-    _reading(page, story)
-    _forgetting(page, story)
-    _surprise(page, story)
-    _diet(page, story)
-    _samples(page, story)
+    _levels(page, results)
+    _reading(page, results)
+    _forgetting(page, results)
+    _surprise(page, results)
+    _training(page, results)
+    _samples(page, results)
     page.footer(
         "Made by `nestling demo` on this machine, offline. One seed and models of a million"
         " parameters trained for minutes: a demonstration of the machinery, not a result. Studies"
@@ -80,17 +73,17 @@ def tell(story: Story) -> Page:
     return page
 
 
-def _diet(page: Page, story: Story) -> None:
+def _training(page: Page, results: DemoResults) -> None:
     page.heading("Two models, one diet")
     page.table(
         ["", "parameters", "tokens read", "training time", "validation loss"],
         [
             (t.name, f"{t.parameters:,}", f"{t.tokens:,}", f"{t.seconds:,.0f} s", f"{t.best:.3f}")
-            for t in story.trained
+            for t in results.trained
         ],
     )
-    order = list(story.positions)  # a reader has the same colour in every picture
-    trained = sorted(story.trained, key=lambda t: order.index(t.name) if t.name in order else -1)
+    order = list(results.positions)  # a reader has the same colour in every picture
+    trained = sorted(results.trained, key=lambda t: order.index(t.name) if t.name in order else -1)
     drawn = [Line(t.name, *_xy(t.curve)) for t in trained if len(t.curve) > 1]
     if drawn:
         page.figure(
@@ -99,40 +92,40 @@ def _diet(page: Page, story: Story) -> None:
         )
 
 
-def _reading(page: Page, story: Story) -> None:
+def _reading(page: Page, results: DemoResults) -> None:
     page.heading("Reading on")
     page.text(
-        f"Each of the {story.documents} new documents tells of another valley, with people, places"
-        " and words invented for it. The language is familiar; the facts can only be learned while"
-        " reading. The same Hope reads them three times: with all levels learning, with only the"
-        " fastest one, and with all of them frozen, when only its memories go on. The Transformer's"
-        " levels learn, too; its attention sees a window."
+        f"Each of the {results.documents} new documents tells of another valley, with people,"
+        " places and words invented for it. The language is familiar; the facts can only be"
+        " learned while reading. The same Hope reads them three times: with all levels learning,"
+        " with only the fastest one, and with all of them frozen, when only its memories go on. The"
+        " Transformer's levels learn, too; its attention sees a window."
     )
     page.figure(
-        _curves(story.positions, x=WHERE, y="loss (nats per byte)", log_x=True),
+        _curves(results.positions, x=WHERE, y="loss (nats per byte)", log_x=True),
         "Loss against position, mean over the documents. Lower is better; a falling line is"
         " learning from the document itself.",
     )
-    ends = {name: points[-1][1] for name, points in story.positions.items() if points}
+    ends = {name: points[-1][1] for name, points in results.positions.items() if points}
     if len(ends) > 1:
         best = min(ends, key=lambda name: ends[name])
         rest = ", ".join(f"{name} {loss:.3f}" for name, loss in ends.items())
         page.text(f"At the end of the documents: {rest} nats per byte; {best} reads best here.")
 
 
-def _surprise(page: Page, story: Story) -> None:
-    if not story.passages:
+def _surprise(page: Page, results: DemoResults) -> None:
+    if not results.passages:
         return
     page.heading("What surprised it")
     page.text(
         "Two passages of one document as the learning Hope read them. The darker a word, the more"
         " it was surprised: at first by every name, later mostly by what is really new."
     )
-    for passage in story.passages:
-        page.marked(passage.title, passage.words)
+    for title, words in results.passages.items():
+        page.marked(title, words)
 
 
-def _forgetting(page: Page, story: Story) -> None:
+def _forgetting(page: Page, results: DemoResults) -> None:
     page.heading("How much is left after reading something else")
     page.text(
         "Each reader reads two thirds of a document, then a stretch of other documents, then the"
@@ -141,22 +134,22 @@ def _forgetting(page: Page, story: Story) -> None:
         " memory forgets by being overwritten; a slow level is overwritten last."
     )
     page.figure(
-        _curves(story.kept, x="bytes of other text in between", y="nats saved per byte", level=0.0),
+        _curves(results.kept, x="bytes of other text between", y="nats saved per byte", level=0.0),
         "What the first two thirds are still worth. Higher is better.",
     )
 
 
-def _levels(page: Page, story: Story) -> None:
+def _levels(page: Page, results: DemoResults) -> None:
     page.heading("Levels, each at its own pace")
     page.text(
         "While Hope read the first new document, the weights of its levels changed by gradient"
         " descent on the next byte. A fast level changes often and a little, a slow one seldom."
     )
     page.figure(
-        _curves(story.distances, x=WHERE, y="distance from where it began", colours=COLOURS),
+        _curves(results.distances, x=WHERE, y="distance from where it began", colours=COLOURS),
         "How far each level has gone from its trained starting point: every step is an update.",
     )
-    counts = {name: (len(points) - 2) // 2 for name, points in story.distances.items()}
+    counts = {name: (len(points) - 2) // 2 for name, points in results.distances.items()}
     page.table(
         [
             "level",
@@ -172,10 +165,10 @@ def _levels(page: Page, story: Story) -> None:
                 f"{level.chunk:,} bytes",
                 f"{level.rate:g}",
                 counts[name],
-                f"{story.distances[name][-1][1]:.3f}",
-                f"{story.worth[name]:+z.4f}",
+                f"{results.distances[name][-1][1]:.3f}",
+                f"{results.worth[name]:+z.4f}",
             )
-            for name, level in story.levels.items()
+            for name, level in results.levels.items()
         ],
     )
     page.text(
@@ -183,7 +176,7 @@ def _levels(page: Page, story: Story) -> None:
         " the loss with all levels learning. Its surprise at every update:"
     )
     page.figure(
-        story.timeline.picture(),
+        results.timeline.picture(),
         "Timeline of the levels: every update, its surprise, and the path of its weights.",
         wide=True,
     )
@@ -192,15 +185,15 @@ def _levels(page: Page, story: Story) -> None:
         " often, the fastest on top."
     )
     caption = "Levels of Hope and its optimizer during training."
-    page.figure(picture(story.description), caption, wide=True)
+    page.figure(picture(results.description), caption, wide=True)
 
 
-def _samples(page: Page, story: Story) -> None:
-    if not story.samples:
+def _samples(page: Page, results: DemoResults) -> None:
+    if not results.samples:
         return
     page.heading("What they write")
     page.text("Each continues the same opening. Minutes of training, letter by letter.")
-    for name, text in story.samples.items():
+    for name, text in results.samples.items():
         page.text(f"{name}:")
         page.code(text)
 

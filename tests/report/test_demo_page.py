@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from nestling.description.svg import COLOURS
-from nestling.report.story import tell
+from nestling.report.demo import demo_page
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDE = 0.56  # of the font size, a letter on average
@@ -43,8 +43,8 @@ def boxes(root: ET.Element):
         yield *box, words
 
 
-def test_the_report_tells_everything_and_fetches_nothing(story):
-    text = str(tell(story))
+def test_the_report_tells_everything_and_fetches_nothing(results):
+    text = str(demo_page(results))
     pace = "Levels, each at its own pace"
     for heading in ("Two models, one diet", "Reading on", "What surprised it", pace):
         assert f"<h2>{heading}</h2>" in text
@@ -61,9 +61,9 @@ def test_the_report_tells_everything_and_fetches_nothing(story):
     }
 
 
-def test_a_level_has_one_colour_in_every_picture(story):
-    text = str(tell(story))
-    for place, name in enumerate(story.levels):
+def test_a_level_has_one_colour_in_every_picture(results):
+    text = str(demo_page(results))
+    for place, name in enumerate(results.levels):
         inks = re.findall(rf'<text[^>]*?(?:fill="|fill: )(#\w+)[^>]*>{name}</text>', text)
         assert inks == [COLOURS[place]] * 2, name
 
@@ -76,9 +76,9 @@ def overlaps(root: ET.Element) -> list[tuple[str, str]]:
     ]
 
 
-def test_no_two_texts_of_a_picture_overlap(story):
+def test_no_two_texts_of_a_picture_overlap(results):
     seen = 0
-    for root in pictures(str(tell(story))):
+    for root in pictures(str(demo_page(results))):
         assert overlaps(root) == []
         seen += len(list(boxes(root)))
     assert seen > 60
@@ -91,9 +91,9 @@ def test_overlaps_are_found():
     assert overlaps(ET.fromstring(two.replace('"14"', '"16"'))) == []
 
 
-def test_a_report_without_passages_and_samples_is_shorter(story):
+def test_a_report_without_passages_and_samples_is_shorter(results):
     import dataclasses
 
-    short = str(tell(dataclasses.replace(story, passages=(), samples={})))
+    short = str(demo_page(dataclasses.replace(results, passages=(), samples={})))
     assert "What surprised it" not in short
     assert "What they write" not in short
