@@ -11,9 +11,9 @@ one), measured by `--costs` before the first run; an arm whose steps cost more t
 All Hopes train at the rate that trials of `studies.lm` chose for Hope. Arms over few books read
 these several times; there text is what is scarce, so all take as many steps. All are asked on
 novels they have not read, in streams up to 16 times the trained length. Models that were trained
-plain are asked with frozen levels and with levels switched on, at the best of several rates on
-books that are neither trained on nor in a table; so are the rivals, whose MLPs are one level. The
-models are kept for `studies.kept`.
+plain are asked with frozen levels and with levels switched on, at the best of four rates on books
+that are neither trained on nor in a table; so are the rivals, whose MLPs are one level. The models
+are kept for `studies.kept`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Protocol(lm.Protocol):
     rival_rate: float = 6e-3  # where a model of `studies.lm` has to be trained anew
     few_bytes: int = 250_000
     epochs: int = 4
-    switched_on: tuple[float, ...] = (0.3, 0.6, 1.0, 1.6, 2.5, 4.0)
+    switched_on: tuple[float, ...] = (0.3, 0.6, 1.0, 1.6)
     development: tuple[str, ...] = text.DEVELOPMENT
     held_out: tuple[str, ...] = text.HELD_OUT
     effect_times: int = 4
@@ -237,9 +237,8 @@ LIMITS = (
     " larger or longer trained models may rank otherwise.",
     "Compute is processor time of one thread at this size; counted multiply-adds would favour"
     " learning levels, whose inner and outer gradient are the same products.",
-    "Levels switched on learn at one rate for all levels; the default's is 1. Hope trained plain"
-    " had six rates to choose from, other arms the first four; over few books the best was the"
-    " last.",
+    "Levels switched on learn at one rate for all levels, the best of four; the default's is 1. Of"
+    " the plain Hopes the best was the last.",
     "Training with learning levels was first run at one inner rate, 1. Rate 4 was then chosen on"
     " two development novels, with a model of seed 900 and a fifth of the bytes: beyond the trained"
     " length 1.870 at rate 1, 1.833 at 2, 1.822 at 4, 1.818 at 8, and 1.995 trained plain and"
