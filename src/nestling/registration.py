@@ -1,7 +1,7 @@
 """`import nestling` is enough for the Auto classes of transformers to open our models.
 
-transformers is not imported for it. Once its registry of configurations has been imported, by
-whomever, it learns the model type "nestling" with a stand-in; the first use of the stand-in imports
+transformers is not imported for it. Once anything imports its registry of configurations, the
+registry learns the model type "nestling" with a stand-in; the first use of the stand-in imports
 `nestling.models`, which registers the classes themselves.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import html
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +83,17 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     with_memory = capsys.readouterr().out
     assert main(writes) == 0
     assert capsys.readouterr().out != with_memory
+
+
+def test_the_page_says_which_level_only_receives(model, text, tmp_path, capsys):
+    """By default the slow one: "learns every 512 tokens" beside a fast one of drift 0 puzzled."""
+    command = ["learn", model, "--from", text, "--passes", "1"]
+    for name, options, receives in (("default", [], True), ("own", LEVELS, False)):
+        out = tmp_path / f"{name}.html"
+        memory = ["--memory", str(tmp_path / name), "--out", str(out)]
+        assert main([*command, *options, *memory]) == 0
+        assert ("<td>receives every " in out.read_text()) is receives
+        assert ("that one lets go of it" in out.read_text()) is receives
 
 
 def test_slow_learning_says_where_it_is(model, text, tmp_path, capsys, monkeypatch):
@@ -176,6 +189,25 @@ def test_eval_with_a_memory(model, text, tmp_path, capsys):
     said = capsys.readouterr().out
     assert float(said.split("loss ")[1].split(",")[0]) < plain - 0.5
     assert f"without the memory: loss {plain:.4f}" in said
+
+
+def test_texts_may_be_compressed_and_must_be_texts(model, text, tmp_path, capsys):
+    """A file of other bytes would be read as if it were a text, and get a loss."""
+    packed = tmp_path / "text.txt.gz"
+    packed.write_bytes(gzip.compress(Path(text).read_bytes()))
+    said = []
+    for path in (text, str(packed)):
+        assert main(["eval", model, path, "--bins", "1"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    memory = str(tmp_path / "memory")
+    assert main(["learn", model, "--from", str(packed), *LEVELS, "--memory", memory]) == 0
+    capsys.readouterr()
+    (tmp_path / "wrong.txt").write_bytes(packed.read_bytes())
+    (tmp_path / "torn.gz").write_bytes(packed.read_bytes()[:-9])
+    for name, reason in (("wrong.txt", "not a text in UTF-8"), ("torn.gz", "cannot be unpacked")):
+        assert main(["eval", model, str(tmp_path / name)]) == 2
+        assert f"{name}: {reason}" in capsys.readouterr().err
 
 
 def test_eval_asks_for_the_facts_of_a_file(model, tmp_path, capsys):

@@ -47,7 +47,7 @@ def scanned(memory, flow, rate=1.0, retain=1.0, rule="gd"):
     return scan_naive(memory, *flow[:2], rate * gate, retain * gate, flow.queries, rule=rule)
 
 
-SQUARE = pytest.mark.parametrize("outputs", [DO, DI], ids=["oblong", "square"])
+SQUARE = pytest.mark.parametrize("outputs", [DI, DO], ids=["square", "oblong"])
 """With a square memory an exchange of keys and values changes numbers, not shapes."""
 
 

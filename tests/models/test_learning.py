@@ -563,13 +563,21 @@ def test_embeddings_are_read_without_learning_unless_asked():
     model, ids = learner(), tokens()
     embedded = model.get_input_embeddings()(ids)
     with torch.no_grad():
-        read = model(inputs_embeds=embedded).logits
+        with pytest.warns(UserWarning, match="give input_ids to learn from them, or learn=False"):
+            read = model(inputs_embeds=embedded).logits
         assert torch.equal(read, model(ids, learn=False).logits)
+        assert torch.equal(read, model(inputs_embeds=embedded, learn=False).logits)  # quiet
+        model(inputs_embeds=embedded[:, :3])  # quiet: three tokens would not have taught either
+        cache = MemoryCache(2)
+        model(ids[:, :3], past_key_values=cache)
+        with pytest.warns(UserWarning, match="levels learn from tokens"):  # the fourth would have
+            model(inputs_embeds=embedded[:, 3:4], past_key_values=cache)
     with pytest.raises(ValueError, match="levels learn from tokens"):
         model(inputs_embeds=embedded, learn=True)
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:levels learn from tokens:UserWarning")
 def test_embeddings_go_on_from_what_was_learned():
     """As tokens that are only read do, with texts at different positions."""
     model, ids = learner(), tokens(2)
@@ -593,6 +601,7 @@ def test_embeddings_go_on_from_what_was_learned():
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:levels learn from tokens:UserWarning")
 def test_logits_of_padding_are_zeros_whether_it_learns_or_only_reads():
     model, ids = learner(), tokens(2, 7)
     mask = torch.ones_like(ids)

@@ -43,15 +43,15 @@ def test_tiny_is_hope_on_bytes():
 
 
 def test_options_of_a_mixer_are_added_to_those_of_the_model():
-    printed = presets.tiny("hope_printed").mixer_spec(0).config()
+    printed = presets.tiny("hope_printed").mixer_config(0)
     assert not printed.projections.residual
     more = {"projections": {"conv": 2}, "chunk": 32}
     both = presets.tiny("hope_printed", mixer_options={"self_modifying": more})
-    config = both.mixer_spec(0).config()
+    config = both.mixer_config(0)
     assert (config.projections.residual, config.projections.conv, config.chunk) == (False, 2, 32)
-    config = presets.tiny(mixer_options={"steered": {"retention": {"tied": False}}}).mixer_spec(0)
-    usual = presets.tiny().mixer_spec(0).config().retention
-    assert config.config().retention == replace(usual, tied=False)
+    untied = presets.tiny(mixer_options={"steered": {"retention": {"tied": False}}})
+    usual = presets.tiny().mixer_config(0).retention
+    assert untied.mixer_config(0).retention == replace(usual, tied=False)
 
 
 def test_options_of_a_mixer_that_is_not_there_are_refused():

@@ -9,7 +9,7 @@ from torch import nn
 from nestling.continuum import MemoryLevel
 from nestling.description import Timeline, describe
 from nestling.levels import LevelUpdate
-from nestling.report.demo import DemoResults, Marked, Trained
+from nestling.report.demo import DemoResults, Trained
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def results() -> DemoResults:
             name: [(g, 0.3 / (1 + i * g)) for g in (0.0, 256.0, 1024.0)]
             for i, name in enumerate(readers)
         },
-        passages=[Marked("the beginning", words * 6), Marked("after 3,000 bytes", words * 6)],
+        passages={"the beginning": words * 6, "after 3,000 bytes": words * 6},
         description=describe(model, torch.optim.AdamW(model.parameters())),
         timeline=timeline,
         levels={

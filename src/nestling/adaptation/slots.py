@@ -41,8 +41,8 @@ class Matrix(NamedTuple):
     """One weight matrix of an MLP: the parameter's name and its layer.
 
     `axis` is the one that runs over the MLP's hidden units, in the orientation outputs x inputs
-    (as `cms.Part`): 0 for the matrices that open an MLP, 1 for the one that closes it. A `fused`
-    matrix holds two such runs, one after the other.
+    (as in `nestling.continuum.Part`): 0 for the matrices that open an MLP, 1 for the one that
+    closes it. A `fused` matrix holds two such runs, one after the other.
     """
 
     name: str

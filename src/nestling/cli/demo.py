@@ -294,17 +294,15 @@ def _curve(path: Path) -> list[tuple[float, float]]:
     return sorted({row["step"]: row["loss"] for row in rows if "loss" in row}.items())
 
 
-def _passages(text: str, losses: list[float]) -> list[Any]:
+def _passages(text: str, losses: list[float]) -> dict[str, list[tuple[str, float]]]:
     """The beginning and a later part of a document, word by word with each word's mean loss."""
-    from nestling.report.demo import Marked
-
     later = text.find("\n", len(text) * 3 // 4) + 1
-    found = []
+    found = {}
     for title, start in (("the beginning", 0), (f"after {later:,} bytes", later)):
         words, place = [], start
         for word in text[start : start + PASSAGE].split(" ")[:-1]:
             own = losses[place : place + len(word)] or [0.0]
             words.append((word, sum(own) / len(own)))
             place += len(word) + 1
-        found.append(Marked(title, words))
+        found[title] = words
     return found

@@ -82,11 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _file(arguments: argparse.Namespace) -> dict[str, object]:
     from nestling.evaluate.lm import loss_by_position
+    from nestling.train.corpus import read_text
 
-    if not arguments.file.is_file():
-        raise ValueError(f"{arguments.file}: no such file")
+    text = read_text(arguments.file)
     model, tokenizer = load(arguments)
-    text = arguments.file.read_text(errors="replace")
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     reader = model if arguments.memory is None else _with_memory(arguments.memory, model, tokenizer)
     result = loss_by_position(reader, ids[: arguments.tokens], bins=arguments.bins)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any
 
 from nestling.cli import Parser
-from nestling.cli.options import MODEL, folder, load, trust_option, whole, within
+from nestling.cli.options import MODEL, folder, load, number, trust_option, whole
 
 _EXAMPLES = """examples:
   nestling generate nestling:small --prompt "It was a dark"  # a small model that comes along
@@ -27,7 +28,8 @@ def parser() -> Parser:
     made.add_argument("--memory", type=folder, help="folder of a memory made by `nestling learn`")
     made.add_argument("--prompt", default="", help="text to continue ('-' reads standard input)")
     made.add_argument("--tokens", type=whole(), default=200, help="how many to write (default 200)")
-    finite, share = within(-5e-324, 1e308, "a finite number from 0"), within(0, 1, "in (0, 1]")
+    finite = number(lambda value: 0 <= value < math.inf, "a finite number from 0")
+    share = number(lambda value: 0 < value <= 1, "in (0, 1]")
     made.add_argument("--temperature", type=finite, default=0.8, help="0 takes the likeliest")
     made.add_argument("--top-p", type=share, default=0.95, help="nucleus of the sampling")
     made.add_argument(

@@ -19,10 +19,10 @@ from nestling.cli.options import (
     folder,
     load,
     new_file,
+    number,
     several,
     trust_option,
     whole,
-    within,
 )
 
 _EXAMPLES = """examples:
@@ -60,7 +60,7 @@ def parser() -> Parser:
         help="texts to learn, one after the other",
     )
     made.add_argument("--memory", required=True, type=folder, help="folder of the memory")
-    any_number = within(-math.inf, math.inf, "a number")
+    any_number = number(lambda value: True, "a number")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument(
         "--levels", type=several(whole()), help="tokens between updates, fastest first (64,512)"
@@ -78,7 +78,7 @@ def parser() -> Parser:
     new.add_argument("--transfer", help="move, reptile, first_order: from fast to slow levels")
     made.add_argument("--passes", type=whole(), help="how often each text is read (short ones: 4)")
     new.add_argument("--context", type=whole(), help="the model's own context, in tokens")
-    positive = within(0, 1e308, "a finite number above 0")
+    positive = number(lambda value: 0 < value < math.inf, "a finite number above 0")
     made.add_argument("--limit", type=positive, default=1.0, help="drift of a level at most (1)")
     made.add_argument(
         "--forget",
@@ -269,12 +269,9 @@ def _refuse(memory: Path, settings: dict[str, Any]) -> None:
 
 
 def _text(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
+    from nestling.train.corpus import read_text
+
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path}: an empty file")
     return text
@@ -340,11 +337,21 @@ def _draw(learner: Any, out: Path, memory: Path, told: Sequence[str] = ()) -> Pa
     )
     page.table(
         ["level", "learns", "updates", "drift"],
-        [(d.level, f"every {d.chunk} tokens", d.updates, drift[d.level]) for d in learner.drift],
+        [
+            (
+                d.level,
+                f"{'receives ' if d.level in learner.receiving else ''}every {d.chunk} tokens",
+                d.updates,
+                drift[d.level],
+            )
+            for d in learner.drift
+        ],
     )
     page.text(
         f"The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
         " level has learned over the size of the weights it changes."
+        + " A level that receives takes over, in whole or in part, what the next faster one has"
+        " learned, and that one lets go of it." * bool(learner.receiving)
     )
     return page.save(out)
 

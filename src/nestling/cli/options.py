@@ -30,15 +30,15 @@ def whole(least: int = 1, most: float = float("inf")) -> Callable[[str], int]:
     return read
 
 
-def within(low: float, high: float, words: str) -> Callable[[str], float]:
-    """The type of an argument above `low` and up to `high`; `words` say so in the error."""
+def number(allowed: Callable[[float], bool], words: str) -> Callable[[str], float]:
+    """The type of an argument that is a number that is `allowed`; `words` say which are."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             raise ArgumentTypeError(f"must be a number; got {text!r}") from None
-        if not low < value <= high:
+        if not allowed(value):
             raise ArgumentTypeError(f"must be {words}; got {value}")
         return value
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block nothing written to standard error is seen, by whomever.
+    """Hide everything that is written to standard error within the block.
 
     Progress bars, log lines and the words of subprocesses ("not a git repository") are held back.
     Errors are exceptions and pass.

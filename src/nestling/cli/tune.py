@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nestling.cli import Parser
-from nestling.cli.options import whole, within
+from nestling.cli.options import number, whole
 
 if TYPE_CHECKING:
     from nestling.train.recipe import Recipe
@@ -58,7 +58,7 @@ def parser() -> Parser:
     made.add_argument("--trials", type=whole(), default=8, help="how many (default: 8)")
     made.add_argument(
         "--minutes",
-        type=within(0, math.inf, "above 0"),
+        type=number(lambda value: value > 0, "above 0"),
         help="start no trial after so many minutes",
     )
     made.add_argument("--jobs", type=whole(), default=1, help="trials at a time (default: 1)")
@@ -258,13 +258,13 @@ def _finished(
     from nestling.files import expect, read_json
 
     done = {}
-    for number in range(trials):
-        place = folder / f"trial-{number:03d}"
+    for trial in range(trials):
+        place = folder / f"trial-{trial:03d}"
         if (place / "result.json").exists():
             path = place / "result.json"
             loss = expect(read_json(path)[0], {"loss": object, "code": object}, path)["loss"]
             loss = math.inf if loss is None else expect(loss, float, f"{path}: loss")
-            done[number] = _point(place / "point.json", space), loss
+            done[trial] = _point(place / "point.json", space), loss
     return done
 
 
@@ -283,9 +283,9 @@ def _tell(
 
     ranked = sorted(results.items(), key=lambda item: (item[1][1], item[0]))
     table = Table("trial", "validation loss", *(axis.key for axis in space))
-    for number, (point, loss) in ranked:
+    for trial, (point, loss) in ranked:
         shown = f"{loss:.4f}" if math.isfinite(loss) else "failed"
-        table.add_row(str(number), shown, *(point[axis.key] for axis in space))
+        table.add_row(str(trial), shown, *(point[axis.key] for axis in space))
     console = Console()
     console.print(table, markup=False)
     if not ranked or not math.isfinite(ranked[0][1][1]):

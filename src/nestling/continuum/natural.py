@@ -60,7 +60,7 @@ class InputMoments(nn.Module):
 
     @torch.no_grad()
     def observe(self, layer: str, level: int, x: Tensor) -> None:
-        """Take inputs [n, D] or [n, F] into the average; such that are not finite are left out."""
+        """Take inputs [n, D] or [n, F] into the average, unless one of them is not finite."""
         moments: Tensor = getattr(self, layer)
         old = moments[min(level, len(moments) - 1)]
         rows = x.detach().to(torch.promote_types(old.dtype, torch.float32))

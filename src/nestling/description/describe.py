@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,20 +19,10 @@ from nestling.description.modules import (
 )
 from nestling.description.optimizers import Stepped, memories, parts
 
-
-@runtime_checkable
-class Described(Protocol):
-    """Anything that knows its own components."""
-
-    def describe_levels(self, name: str) -> Iterable[Component]:
-        """The components; `name` is the path to this object inside a model."""
-        ...
-
-
 NO_OPTIMIZER = "no optimizer was given: no parameter changes after the sequence is read"
 
 
-def describe(model: nn.Module | Described, optimizer: Optimizer | None = None) -> Description:
+def describe(model: Any, optimizer: Optimizer | None = None) -> Description:
     """List the levels of a model and its optimizer, ours or not.
 
     `model` is a module, or anything else with a method `describe_levels(name)` that returns its
@@ -48,7 +37,7 @@ def describe(model: nn.Module | Described, optimizer: Optimizer | None = None) -
         nestling.describe(model, optimizer).draw("levels.html")
     """
     if not isinstance(model, nn.Module):
-        if not isinstance(model, Described):
+        if not hasattr(model, "describe_levels"):
             raise TypeError(
                 "describe takes a torch.nn.Module, or an object with a method"
                 f" describe_levels(name); got {type(model).__name__}"

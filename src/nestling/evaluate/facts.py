@@ -61,12 +61,6 @@ class Recall(NamedTuple):
         return self.right / self.asked if self.asked else 0.0
 
 
-class _Fact(NamedTuple):
-    prompt: str
-    answer: str
-    kind: str
-
-
 def make_questions(
     text: str, *, distractors: int = 3, most: int | None = None, seed: int = 0
 ) -> list[Question]:
@@ -94,7 +88,7 @@ def make_questions(
         chance = random.Random(f"{seed} {number} {fact.prompt} {fact.answer}")
         others = _others(fact, every[_pool(fact.kind)], distractors, chance)
         if len(others) == distractors:
-            made.append(Question(fact.prompt, fact.answer, tuple(others), fact.kind))
+            made.append(fact._replace(distractors=tuple(others)))
     return made
 
 
@@ -151,7 +145,7 @@ def _shared(start: list[int], ids: list[int]) -> int:
     return same
 
 
-def _facts(sentence: str) -> list[_Fact]:
+def _facts(sentence: str) -> list[Question]:
     """The facts one sentence states; a fact told before in the sentence does not count."""
     found = []
     spans = [(m, "number") for m in _NUMBER.finditer(sentence)]
@@ -166,7 +160,7 @@ def _facts(sentence: str) -> list[_Fact]:
             kind = "date"
         elif kind == "name" and _PLACE.search(before):
             kind = "place"
-        found.append(_Fact(before.rstrip(), answer, kind))
+        found.append(Question(before.rstrip(), answer, (), kind))
     return found
 
 
@@ -175,7 +169,7 @@ def _pool(kind: str) -> str:
     return "name" if kind == "place" else kind
 
 
-def _others(fact: _Fact, known: list[str], count: int, chance: random.Random) -> list[str]:
+def _others(fact: Question, known: list[str], count: int, chance: random.Random) -> list[str]:
     """Wrong answers: others of the text that look alike, then made-up dates and numbers."""
     words = set(fact.answer.split())
     fits = [other for other in known if not words & set(other.split()) and other not in fact.prompt]

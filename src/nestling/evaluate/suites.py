@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,9 +66,8 @@ class _Suite(NamedTuple):
 
 def _ruler(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
     words, books = data.need("words"), data.need("books")
-    while True:
-        yield ruler.sample(task, length, seed, words=words, books=books, tokens=tokens)
-        seed += 1
+    for number in count(seed):
+        yield ruler.sample(task, length, number, words=words, books=books, tokens=tokens)
 
 
 def _babilong(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
@@ -80,29 +79,24 @@ def _babilong(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> 
     if not fitting:
         raise ValueError(f"{task}: no story fits in {length} tokens")
     order = random.Random(f"{task} {seed}").sample(range(len(fitting)), len(fitting))
-    while True:
-        for index in order:
-            story = fitting[index]
-            yield babilong.sample(task, length, seed, story=story, books=books, tokens=tokens)
-            seed += 1
-
-
-def _qasper(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
-    del task, length, seed, tokens  # the papers are as long as they are
-    yield from qasper.samples(data.need("qasper"))
+    for number, index in zip(count(seed), cycle(order), strict=False):
+        story = fitting[index]
+        yield babilong.sample(task, length, number, story=story, books=books, tokens=tokens)
 
 
 def _longhealth(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
     del task, data
-    while True:
-        yield longhealth.sample(length, seed, tokens=tokens)
-        seed += 1
+    return (longhealth.sample(length, number, tokens=tokens) for number in count(seed))
 
 
 SUITES: dict[str, _Suite] = {
     "ruler": _Suite(ruler.TASKS, _ruler, ruler.score),
     "babilong": _Suite(babilong.TASKS, _babilong, babilong.score),
-    "qasper": _Suite(("qasper",), _qasper, qasper.score),
+    "qasper": _Suite(  # the papers are as long as they are
+        ("qasper",),
+        lambda task, length, seed, data, tokens: qasper.samples(data.need("qasper")),
+        qasper.score,
+    ),
     "longhealth": _Suite(("longhealth",), _longhealth, longhealth.score),
 }
 """The suites by name."""

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 
 from nestling.checks import one_of
 from nestling.continuum.engine import TRANSFERS, MemoryLevel
+from nestling.continuum.layers import ACTIVATIONS, GATED, Channel
 from nestling.levels import Level
-from nestling.models.specs import CHANNELS, MIXERS, ChannelSpec, MixerSpec
+from nestling.memories import Memory
+from nestling.models.specs import CHANNELS, MIXERS, TOPOLOGIES, mixer_config
 
 _STUB = "modeling_nestling"
 _AUTO_MAP = {
@@ -142,11 +144,30 @@ class NestlingConfig(PreTrainedConfig):
                     f"{{{first!r}: {{'chunk': 32}}}}; got {{{name!r}: {options!r}}} (the mixers are"
                     f" {', '.join(sorted(MIXERS))})"
                 )
-            self._mixer_spec(name)  # also where no layer has it
+            self._mixer_config(name)  # also where no layer has it
         for layer in range(self.num_hidden_layers):
-            self.mixer_spec(layer)
-            self.channel_spec(layer)
+            self._check_layer(*self.names_of(layer))
+        one_of("topology", self.topology, TOPOLOGIES)
+        one_of("activation", self.activation, (*ACTIVATIONS, GATED))
+        levels = [level.name for level in self.level_list]
+        if len(set(levels)) < len(levels):
+            raise ValueError(f"levels must have different names; got {levels}")
         self._check_learning()
+
+    def _check_layer(self, mixer: str, channel: str) -> None:
+        if mixer not in MIXERS and mixer in ("hope", "hope_attention", "transformer"):
+            raise ValueError(
+                f"mixer={mixer!r} names a model, not a mixer: nestling.models.presets.tiny("
+                f"model={mixer!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
+            )
+        one_of("mixer", mixer, sorted(MIXERS))
+        self._mixer_config(mixer)
+        one_of("channel", channel, sorted(CHANNELS))
+        hidden, heads = self.intermediate_size, self.num_attention_heads
+        if channel == "in_context" and hidden and hidden % heads:
+            raise ValueError(
+                f"heads={heads} must divide the in-context channel's hidden width; got {hidden}"
+            )
 
     def _check_learning(self) -> None:
         one_of("learning", self.learning, sorted(LEARNING))
@@ -201,40 +222,22 @@ class NestlingConfig(PreTrainedConfig):
             for level, entry in zip(self.level_list, self.levels or [], strict=True)
         )
 
-    def mixer_spec(self, layer: int) -> MixerSpec:
-        """The parts and sizes of one layer's mixer."""
-        name = self._of_layer("mixer", layer)
-        if name not in MIXERS and name in ("hope", "hope_attention", "transformer"):
-            raise ValueError(
-                f"mixer={name!r} names a model, not a mixer: nestling.models.presets.tiny("
-                f"model={name!r}) configures it (the mixers are {', '.join(sorted(MIXERS))})"
-            )
-        one_of("mixer", name, sorted(MIXERS))
-        return self._mixer_spec(name)
+    def names_of(self, layer: int) -> tuple[str, str]:
+        """The names of one layer's mixer and channel memory."""
+        return self._of_layer("mixer", layer), self._of_layer("channel", layer)
 
-    def _mixer_spec(self, name: str) -> MixerSpec:
-        return MixerSpec(
-            name=name,
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
-            options=dict((self.mixer_options or {}).get(name, {})),
-        )
+    def mixer_config(self, layer: int) -> Any:
+        """The configuration of one layer's mixer."""
+        return self._mixer_config(self.names_of(layer)[0])
 
-    def channel_spec(self, layer: int) -> ChannelSpec:
-        """The parts and sizes of one layer's channel memory."""
-        name = self._of_layer("channel", layer)
-        one_of("channel", name, sorted(CHANNELS))
-        return ChannelSpec(
-            name=name,
-            width=self.hidden_size,
-            heads=self.num_attention_heads,
-            hidden=self.intermediate_size,
-            levels=self.level_list,
-            topology=self.topology,
-            activation=self.activation,
-            eps=self.rms_norm_eps,
-            natural=self.natural,
-        )
+    def _mixer_config(self, name: str) -> Any:
+        options = (self.mixer_options or {}).get(name, {})
+        return mixer_config(name, self.hidden_size, self.num_attention_heads, options)
+
+    def build(self, layer: int) -> tuple[Memory, Channel]:
+        """One layer's mixer and channel memory."""
+        mixer, channel = self.names_of(layer)
+        return MIXERS[mixer][1](self._mixer_config(mixer)), CHANNELS[channel](self)
 
     @property
     def level_list(self) -> tuple[Level, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,7 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
     """
 
     def __init__(self, config: NestlingConfig, layer: int) -> None:
-        Block.__init__(
-            self,
-            config.mixer_spec(layer).build(),
-            config.channel_spec(layer).build(),
-            eps=config.rms_norm_eps,
-        )
+        Block.__init__(self, *config.build(layer), eps=config.rms_norm_eps)
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._in_pieces(x):
@@ -326,13 +322,16 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
 
         learn: in a model whose levels learn, False only reads, with what was learned so far; names
             of levels let only these learn; by default all do, from tokens (`inputs_embeds` are only
-            read). measure: the norms in the output's `updates`.
+            read, and a warning says so where tokens would have taught). measure: the norms in the
+            output's `updates`.
 
         Where levels learn, the logits of padding are zeros.
         """
         learned = getattr(past_key_values, "learned", None) is not None
         if learn is None:
             learn = input_ids is not None
+            if inputs_embeds is not None and not learn:
+                self._say_unlearned(past_key_values, inputs_embeds.shape[1])
         learn = learn if isinstance(learn, bool) else tuple(learn) or False
         learn = learn if learn is not False and self.learns_now else False
         if learn is not False and torch.compiler.is_exporting():
@@ -380,6 +379,19 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    def _say_unlearned(self, past: MemoryCache | None, count: int) -> None:
+        """Warn that embeddings teach nothing, if so many tokens would have made a level step."""
+        if torch.compiler.is_compiling() or not self.learns_now:
+            return
+        seen = 0 if past is None else past.get_seq_length()
+        active = [level for level in self.config.memory_levels if level.active]
+        if any(level.due(at) for at in range(seen + 1, seen + count + 1) for level in active):
+            warnings.warn(
+                "levels learn from tokens, so inputs_embeds are only read: give input_ids to learn"
+                " from them, or learn=False to read without this warning",
+                stacklevel=3,
+            )
 
     def _learning(
         self,

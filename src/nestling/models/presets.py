@@ -179,11 +179,10 @@ def parameter_count(config: NestlingConfig) -> int:
     total = config.vocab_size * config.hidden_size * ends + config.hidden_size
     counted: dict[tuple[str, str], int] = {}
     for layer in range(config.num_hidden_layers):
-        mixer, channel = config.mixer_spec(layer), config.channel_spec(layer)
-        kind = mixer.name, channel.name
+        kind = config.names_of(layer)
         if kind not in counted:
             with torch.device("meta"):
-                block = Block(mixer.build(), channel.build())
+                block = Block(*config.build(layer))
             counted[kind] = sum(weight.numel() for weight in block.parameters())
         total += counted[kind]
     return total

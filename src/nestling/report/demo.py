@@ -27,13 +27,6 @@ class Trained(NamedTuple):
     curve: Sequence[tuple[float, float]]
 
 
-class Marked(NamedTuple):
-    """A passage as words with the loss of each, and where it stands in its document."""
-
-    title: str
-    words: Sequence[tuple[str, float]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DemoResults:
     """Everything the report shows; points are (x, y) by the reader's or the level's name."""
@@ -45,7 +38,7 @@ class DemoResults:
     kept: Mapping[
         str, Sequence[tuple[float, float]]
     ]  # nats saved after so many bytes of other text
-    passages: Sequence[Marked]
+    passages: Mapping[str, Sequence[tuple[str, float]]]  # words with their losses, by place
     description: Description
     timeline: Timeline
     levels: Mapping[str, MemoryLevel]
@@ -55,7 +48,7 @@ class DemoResults:
 
 
 def demo_page(results: DemoResults) -> Page:
-    """The page."""
+    """Make the page."""
     first, *more = results.result
     page = Page("A model whose levels learn while it reads", first)
     for line in more:
@@ -128,8 +121,8 @@ def _surprise(page: Page, results: DemoResults) -> None:
         "Two passages of one document as the learning Hope read them. The darker a word, the more"
         " it was surprised: at first by every name, later mostly by what is really new."
     )
-    for passage in results.passages:
-        page.marked(passage.title, passage.words)
+    for title, words in results.passages.items():
+        page.marked(title, words)
 
 
 def _forgetting(page: Page, results: DemoResults) -> None:

@@ -51,19 +51,19 @@ class Page:
             self._parts.append(f'<p class="lead">{html.escape(lead)}</p>')
 
     def heading(self, text: str) -> None:
-        """A section's heading."""
+        """Add a section's heading."""
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
 
     def text(self, text: str) -> None:
-        """A paragraph."""
+        """Add a paragraph."""
         self._parts.append(f"<p>{html.escape(text)}</p>")
 
     def code(self, text: str) -> None:
-        """Text as it is: a sample, a command."""
+        """Add text as it is: a sample, a command."""
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
     def figure(self, svg: str, caption: str, *, wide: bool = False) -> None:
-        """A picture (SVG) with a caption that says what to see in it.
+        """Add a picture (SVG) with a caption that says what to see in it.
 
         wide: it may be wider than the text, where the screen has room.
         """
@@ -72,7 +72,7 @@ class Page:
         self._parts.append(f"<figure{kind}>{body}<figcaption>{label}</figcaption></figure>")
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table; the first column is the name of the row."""
+        """Add a table; the first column is the name of the row."""
         top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
@@ -81,7 +81,7 @@ class Page:
         self._parts.append(f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>")
 
     def marked(self, title: str, words: Sequence[tuple[str, float]]) -> None:
-        """A passage whose words are shaded by a value, the largest darkest."""
+        """Add a passage whose words are shaded by a value, the largest darkest."""
         most = max((value for _, value in words), default=0.0) or 1.0
         spans = " ".join(
             f'<span style="background:rgba(209,96,45,{0.85 * max(value, 0.0) / most:.2f})">'
@@ -91,7 +91,7 @@ class Page:
         self._parts.append(f'<p class="marked"><b>{html.escape(title)}</b>{spans}</p>')
 
     def footer(self, text: str) -> None:
-        """Small print."""
+        """Add small print."""
         self._parts.append(f"<footer>{html.escape(text)}</footer>")
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +27,6 @@ class Batch(NamedTuple):
     targets: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] bool, False = padding
     fresh: Tensor  # [B] bool: the row starts a document, so its memory starts anew
-
-
-class Batches(Protocol):
-    """Batches by number."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of a batch, over all processes."""
-
-    def __call__(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        """The rows of rank `rank` out of `world` at step `step` (from 0), forever."""
 
 
 class _Window(NamedTuple):
@@ -111,6 +100,7 @@ class Shuffled:
         return int(self._edges[-1])
 
     def __call__(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+        """The rows of rank `rank` out of `world` at step `step` (from 0), forever."""
         windows = []
         for row in _rows_of(self.rows, rank, world):
             epoch, place = divmod(step * self.rows + row, self.windows)
@@ -163,6 +153,7 @@ class Sequential:
         return int(self._cut[1][-1]) // self.rows
 
     def __call__(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+        """The rows of rank `rank` out of `world` at step `step` (from 0), forever."""
         epoch, place = divmod(step, self.steps_per_epoch)
         count, edges = self._cut
         order = _permutation(self.packed.documents, self.seed, epoch)
@@ -176,3 +167,7 @@ class Sequential:
             window = _document_window(self.packed, edges, cut, self.length)
             windows.append(window._replace(fresh=inside == 0 or place == 0))
         return _collate(self.packed, windows, self.length)
+
+
+Batches = Shuffled | Sequential
+"""Batches by number: `batches(step, rank, world)` are the rows of a rank at a step."""

@@ -19,7 +19,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,13 +59,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 # Saving
-
-
-class _Share(NamedTuple):
-    """The tensors this process writes, and where its rows lie in the whole tensors."""
-
-    tensors: dict[str, Tensor]
-    rows: dict[str, tuple[int, int]]  # first row and one past the last
 
 
 def save_checkpoint(
@@ -115,7 +108,7 @@ def _write(
     table: dict[str, list[Any]] = {
         name: [str(t.dtype).removeprefix("torch."), None, []] for name, t in tensors.items()
     }
-    share = _share(tensors, table, world, cut)
+    own, rows = _share(tensors, table, world, cut)
 
     def attempt(work: Callable[[], Any]) -> list[Any]:
         """The work of every process, or the error of any of them in all."""
@@ -149,18 +142,22 @@ def _write(
 
     attempt(begin)
     name = f"{_PART}-{world.rank:05d}"
-    written = attempt(lambda: (write_tensors(building, name, share.tensors), share.rows))
-    for number, (_, rows) in enumerate(written):
-        for key, (start, stop) in rows.items():
+    written = attempt(lambda: (write_tensors(building, name, own), rows))
+    for number, (_, theirs) in enumerate(written):
+        for key, (start, stop) in theirs.items():
             table[key][2].append([number, start, stop])
     attempt(finish)
 
 
 def _share(
     tensors: Mapping[str, Tensor], table: dict[str, list[Any]], world: World, cut: tuple[str, ...]
-) -> _Share:
-    """This process's share; `table` gets the shapes of the whole tensors."""
-    share = _Share({}, {})
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """The tensors this process writes, and where their rows begin and end in the whole ones.
+
+    `table` gets the shapes of the whole tensors.
+    """
+    own: dict[str, Tensor] = {}
+    rows: dict[str, tuple[int, int]] = {}
     load = [0] * world.size
     for name, given in tensors.items():
         tensor: Any = given
@@ -185,8 +182,8 @@ def _share(
             place = (0, whole[0] if whole else 0)
         elif place[0] == place[1]:
             continue
-        share.tensors[name], share.rows[name] = tensor, place
-    return share
+        own[name], rows[name] = tensor, place
+    return own, rows
 
 
 def _is_whole(path: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from nestling.train.builtin_text import chronicles
 
-__all__ = ["BUILTIN", "Corpus"]
+__all__ = ["BUILTIN", "Corpus", "read_text"]
 
 BUILTIN = "builtin"
 TEXT = (".txt", ".text", ".md", ".rst", ".py", ".tex")
@@ -184,9 +184,24 @@ def _kind(path: Path) -> str | None:
     return "lines" if suffix in LINES else "text" if suffix in TEXT else None
 
 
-def _open(path: Path) -> IO[str]:
+def _open(path: Path, errors: str = "replace") -> IO[str]:
     opener = _OPEN.get(path.suffix, open)
-    return opener(path, "rt", encoding="utf-8", errors="replace")  # type: ignore[operator]
+    return opener(path, "rt", encoding="utf-8", errors=errors)  # type: ignore[operator]
+
+
+def read_text(path: Path) -> str:
+    """A whole text file, unpacked where its name says so; ValueError unless it is UTF-8."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        with _open(path, errors="strict") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's own names the file
+            raise
+        raise ValueError(f"{path}: cannot be unpacked: {error}") from error
 
 
 def _whole(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:

@@ -53,7 +53,7 @@ def block_flops(config: Any, tokens: int, *, layer: int = 0) -> float:
     from nestling.continuum import Block
 
     torch.manual_seed(0)
-    block = Block(config.mixer_spec(layer).build(), config.channel_spec(layer).build())
+    block = Block(*config.build(layer))
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y, _ = block(x)

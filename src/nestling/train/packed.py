@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from nestling.files import (
     write_manifest,
 )
 from nestling.train.corpus import Corpus
+from nestling.train.tokenizer import TextEncoder
 
 FORMAT = 4
 _FACTS = {
@@ -46,19 +47,6 @@ _FACTS = {
 }
 _BLOCK = 1 << 22  # bytes that are verified at once, a multiple of every type's size
 _PATIENCE = 24 * 3600.0  # seconds to wait for another process that makes the same corpus
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that packing needs."""
-
-    vocab_size: int
-    eos_token_id: int
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special tokens."""
-
-    def fingerprint(self) -> str:
-        """Changes whenever `encode` could give other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +122,7 @@ def _blocks(path: Path, dtype: Any) -> Iterator[np.ndarray]:
 
 def prepare(
     corpora: Sequence[Corpus],
-    encoder: Encoder,
+    encoder: TextEncoder,
     cache: Path,
     *,
     workers: int = 1,
@@ -183,7 +171,7 @@ def _sweep(cache: Path) -> None:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _fingerprint(corpora: Sequence[Corpus], encoder: Encoder) -> str:
+def _fingerprint(corpora: Sequence[Corpus], encoder: TextEncoder) -> str:
     facts = [FORMAT, encoder.fingerprint(), [corpus.fingerprint() for corpus in corpora]]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
@@ -191,7 +179,7 @@ def _fingerprint(corpora: Sequence[Corpus], encoder: Encoder) -> str:
 def _build(
     folder: Path,
     corpora: Sequence[Corpus],
-    encoder: Encoder,
+    encoder: TextEncoder,
     workers: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
@@ -248,7 +236,7 @@ Encoded = list[tuple[np.ndarray, bool]]
 
 def _encode_all(
     pieces: Iterable[Piece],
-    encoder: Encoder,
+    encoder: TextEncoder,
     dtype: str,
     workers: int,
     stack: contextlib.ExitStack,
@@ -281,7 +269,7 @@ def _groups(pieces: Iterable[Piece], characters: int = 1 << 18) -> Iterator[list
         yield group
 
 
-def _encode_group(job: tuple[Encoder, str, list[Piece]]) -> Encoded:
+def _encode_group(job: tuple[TextEncoder, str, list[Piece]]) -> Encoded:
     encoder, dtype, pieces = job
     return [
         (np.asarray([*encoder.encode(t), *[encoder.eos_token_id] * last], dtype=dtype), last)

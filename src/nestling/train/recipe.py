@@ -21,7 +21,7 @@ class Model:
     """Which model: a preset, its mixer, and fields of its configuration to set.
 
     start: a folder with a saved model whose weights it begins with (a warm start); what is not
-        there, such as learned rates, begins as ever.
+        there, such as learned rates, begins as in a fresh model.
     grow: the step from which each level learns while it reads; none: all from the first.
     """
 

@@ -14,7 +14,7 @@ from nestling.train.corpus import Corpus
 
 
 class TextEncoder:
-    """A Hugging Face tokenizer as packing needs it (`packed.Encoder`)."""
+    """A Hugging Face tokenizer as packing needs it."""
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
