@@ -25,10 +25,21 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from common import in_fresh_process, interleaved, peak_mb, verdict
+from common import (
+    Product,
+    delta_rule,
+    in_fresh_process,
+    interleaved,
+    linear_layers,
+    matmuls,
+    over_floor,
+    peak_mb,
+    verdict,
+)
 from torch import Tensor
 
 from nestling.machine import keep_memory
+from nestling.memories import Attention
 from nestling.models import MemoryCache, NestlingForCausalLM, presets
 
 SIZE = presets.Size(width=256, layers=4, heads=4, vocabulary=512, parameters=3_300_000)
@@ -82,7 +93,12 @@ def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> boo
             arm: training_step(model, batch, tokens, compiled=compiled)
             for arm, model in models.items()
         }
+        floors = {arm: matmuls(_products(model, batch, tokens)) for arm, model in models.items()}
+        arms |= {f"{arm}'s floor": run for arm, run in floors.items()}
         seconds = interleaved(arms, repeats=repeats, warmup=1, clock=CLOCK)
+        for arm in models:
+            what = f"{arm} training, T={tokens} B={batch}"
+            over_floor(what, seconds[arm], seconds.pop(f"{arm}'s floor"))
         speed = {arm: batch * tokens / s for arm, s in seconds.items()}
         print(", ".join(f"{arm} {rate:,.0f} tokens/s" for arm, rate in speed.items()))
         how = "compiled" if compiled else "eager"
@@ -90,6 +106,17 @@ def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> boo
         met &= verdict(what, speed[name] / speed[BASELINE], target, at_most=False)
         torch.compiler.reset()
     return met
+
+
+def _products(model: NestlingForCausalLM, batch: int, tokens: int) -> list[Product]:
+    """What a training step cannot do without: its linear layers, and its scan or its scores."""
+    head = SIZE.width // SIZE.heads
+    sequences = batch * SIZE.heads * SIZE.layers
+    if isinstance(model.model.layers[0].mixer, Attention):
+        half = Product(sequences, tokens // 2, head, tokens, 3)  # the lower triangle
+        return [*linear_layers(model, batch * tokens), half, half._replace(k=tokens, n=head)]
+    chunked = delta_rule(sequences, tokens, head, head, 64)
+    return [*linear_layers(model, batch * tokens), *chunked]
 
 
 def flat(name: str, *, compiled: bool, repeats: int) -> bool:
@@ -161,7 +188,9 @@ def decode(name: str, *, steps: int = 8) -> bool:
         model, cache = model_of(name).eval(), MemoryCache(SIZE.layers)
         model(torch.randint(SIZE.vocabulary, (1, 1023)), past_key_values=cache, use_cache=True)
         arms[f"{name}, levels learning, at position 1,024"] = _decoding(model, cache, steps, True)
-    found = interleaved(arms, repeats=9, clock=CLOCK)
+    floor = matmuls(linear_layers(model_of(name), 1, times=steps))
+    found = interleaved({**arms, "floor": floor}, repeats=9, clock=CLOCK)
+    over_floor(f"{name} decode", found[f"{name} at position 8,192"], found.pop("floor"))
     speed = {at: steps / seconds for at, seconds in found.items()}
     for at, tokens in speed.items():
         print(f"{at}: {tokens:,.0f} tokens/s")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import interleaved, verdict
+from common import Product, interleaved, matmuls, over_floor, verdict
 from torch import nn
 
 from nestling.machine import bf16_is_quicker, keep_memory
@@ -105,7 +105,16 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
         for name, parts in optimizers.items()
     }
     rounds = optimizers["M3"][0].param_groups[0]["chunk"]
-    seconds = means({n: steps[n] for n in ("M3", "Muon", "AdaMuon")}, rounds)
+    steps["Newton-Schulz's products"] = matmuls(
+        [
+            Product(1, ROWS, COLUMNS, ROWS, MATRICES),  # the Gram matrix, once
+            Product(1, ROWS, ROWS, ROWS, 5 * 2 * MATRICES),  # and each of five steps on it
+            Product(1, ROWS, ROWS, COLUMNS, MATRICES),
+        ]
+    )
+    seconds = means(
+        {n: steps[n] for n in ("M3", "Muon", "AdaMuon", "Newton-Schulz's products")}, rounds
+    )
     seconds |= interleaved({"torch.optim.Muon": steps["torch.optim.Muon"]}, 3, 1)
     seconds["torch.optim.Muon"] *= MATRICES / FEW
     seconds |= interleaved({n: steps[n] for n in ("DeltaMomentum", "DeepMomentum")}, 3, 1)
@@ -137,6 +146,7 @@ def main() -> int:
         ("DGD erase=1 training", "SGD training", 1.5),
         ("AdamW from rules", "torch AdamW loop", 1.5),
     ]
+    over_floor("M3", seconds["M3"], seconds["Newton-Schulz's products"])
     met = [
         verdict(f"{ours} / {theirs}", seconds[ours] / seconds[theirs], target, at_most=True)
         for ours, theirs, target in targets

@@ -7,6 +7,7 @@ parameters; both keep freed memory. "features" is the same layer with only the l
 memory learning in context (`TitansConfig(features=True)`): the delta rule on `unit(silu(W2 k))`.
 Extra memory is the growth of the peak resident size over a fresh process's first steps, each layer
 in a process of its own. `--loaded`: one sequence, one thread, processor time, speed only.
+`--expand 1`: another hidden width, in head widths, of all layers alike.
 """
 
 from __future__ import annotations
@@ -96,6 +97,17 @@ def step(name: str, batch: int = BATCH) -> Callable[[], None]:
     return run
 
 
+def features_products(batch: int) -> list[common.Product]:
+    """What the layer with features cannot do without: its layers, the features, the delta rule."""
+    width, tokens = DIM // HEADS, batch * TOKENS
+    layers = common.Product(1, tokens, DIM, DIM, 3 * 4)
+    features = common.Product(batch * HEADS, TOKENS, width, EXPAND * width, 3 * 2)
+    return [
+        layers, features,
+        *common.delta_rule(batch * HEADS, TOKENS, EXPAND * width, width, CHUNK),
+    ]  # fmt: skip
+
+
 def extra_memory(name: str) -> float:
     """MB by which three steps raise the peak resident size of this process."""
     run = step(name)
@@ -130,7 +142,9 @@ def main(repeats: int = 3, *, loaded: bool = False) -> bool:
     batch = 1 if loaded else BATCH
     arms = {name: step(name, batch) for name in LAYERS}
     clock = time.process_time if loaded else time.perf_counter
+    arms["floor"] = common.matmuls(features_products(batch))
     seconds = common.interleaved(arms, repeats=repeats, warmup=1, clock=clock)
+    common.over_floor("nestling features", seconds["nestling features"], seconds["floor"])
     for name in LAYERS:
         print(f"      {name:<26} {batch * TOKENS / seconds[name]:9,.0f} tokens/s", flush=True)
     theirs = "titans"
@@ -144,7 +158,7 @@ def main(repeats: int = 3, *, loaded: bool = False) -> bool:
         return ok
     memory = {}
     for name in LAYERS:
-        memory[name] = common.in_fresh_process(__file__, name)["extra_mb"]
+        memory[name] = common.in_fresh_process(__file__, name, "--expand", str(EXPAND))["extra_mb"]
         print(f"      {name:<26} {memory[name]:9,.0f} MB extra", flush=True)
     ok &= common.verdict(
         "two-layer memory: extra memory of titans-pytorch",
@@ -155,6 +169,10 @@ def main(repeats: int = 3, *, loaded: bool = False) -> bool:
 
 if __name__ == "__main__":
     torch.set_flush_denormal(True)
+    if "--expand" in sys.argv:
+        place = sys.argv.index("--expand")
+        EXPAND = int(sys.argv[place + 1])
+        del sys.argv[place : place + 2]
     if "--loaded" in sys.argv:
         torch.set_num_threads(1)
         main(repeats=1, loaded=True)

@@ -17,6 +17,7 @@ STUDIES = {
     "kept": ("studies.kept", "what learning levels keep of a text after another"),
     "formal": ("studies.formal", "state tracking (Table 5) and length generalisation"),
     "recall": ("studies.recall", "in-context recall (MQAR) at two state sizes"),
+    "deep_memory": ("studies.deep_memory", "Titans: both layers learn, or the last one"),
     "mad": ("studies.mad", "MAD, six small tasks (Table 4)"),
     "ablations": ("studies.ablations", "ablations of Hope (Table 6)"),
     "optimizers": ("studies.optimizers", "M3 at real length (Fig. 11)"),

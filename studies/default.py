@@ -151,6 +151,10 @@ FROZEN = Model(
 """The default Hope asked without learning; trained, it is the same model."""
 ABLATIONS["levels_frozen"] = FROZEN
 _TRAINED = {"learning": "first_order"}
+_QUICKLY = {
+    **_TRAINED,
+    "levels": _levels("hope", lambda levels: [{**level, "rate": 4.0} for level in levels]),
+}
 TRAINED = Model(title="Hope, trained with learning levels", model="hope", fields=_TRAINED)
 """The default Hope, its levels learning from the first training step on."""
 LEVELS: dict[str, Model] = {
@@ -159,6 +163,11 @@ LEVELS: dict[str, Model] = {
         title="Hope, trained with learning levels, equal compute", model="hope", fields=_TRAINED
     ),
     "hope_bytes": TRAINED,
+    "hope_quickly": Model(
+        title="Hope, trained with levels that learn at rate 4, equal compute",
+        model="hope",
+        fields=_QUICKLY,
+    ),
     "one": Model(
         title="the same, one level",
         model="hope",

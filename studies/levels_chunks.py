@@ -25,7 +25,7 @@ from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Context, Job, Study, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, percent, verdict
-from studies.tasks.long import Curriculum, learn, letters, mixed, needles
+from studies.tasks.long import Curriculum, Stage, learn, letters, mixed, needles, spread
 from studies.tasks.reading import SampleCounts, score_of, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
@@ -57,10 +57,17 @@ class Protocol:
     """The settings that were fixed before the first run."""
 
     base: Curriculum = field(
-        default_factory=lambda: Curriculum(steps=800, stages=((0.7, 1024), (0.9, 2048), (1, 4096)))
+        default_factory=lambda: Curriculum(
+            steps=800,
+            stages=(
+                Stage(until=0.7, length=1024, quiet=0.2),
+                Stage(until=0.9, length=2048, quiet=0.2),
+                Stage(until=1.0, length=4096, quiet=0.2),
+            ),
+        )
     )
     curriculum: Curriculum = field(
-        default_factory=lambda: Curriculum(steps=100, stages=((1.0, 4096),))
+        default_factory=lambda: Curriculum(steps=100, stages=(Stage(until=1.0, length=4096),))
     )
     outer: float = 1e-3  # the optimizer's rate while levels learn; without levels 4e-3
     rates: tuple[float, ...] = (0.03, 0.3)  # of the levels; tried with one level, for all
@@ -72,8 +79,8 @@ class Protocol:
 
 
 QUICK = Protocol(
-    base=Curriculum(steps=2, tokens=1200, stages=((1.0, 1200),)),
-    curriculum=Curriculum(steps=2, tokens=1200, stages=((1.0, 1200),)),
+    base=Curriculum(steps=2, tokens=1200, stages=(Stage(until=1.0, length=1200),)),
+    curriculum=Curriculum(steps=2, tokens=1200, stages=(Stage(until=1.0, length=1200),)),
     length=1200,
     samples=2,
     seeds=(0,),
@@ -105,9 +112,8 @@ def base_of(seed: int, context: Context, protocol: Protocol, draw: Any) -> Any:
     if found is None:
         torch.manual_seed(seed)
         levels = _levels((SLOWEST[0],) * COUNT)
-        found = NestlingForCausalLM(
-            default.configuration(default.ARMS["hope"], SIZE, levels=levels)
-        )
+        config = default.configuration(default.ARMS["hope"], SIZE, levels=levels)
+        found = spread(NestlingForCausalLM(config), protocol.base)
         save = context.scratch / "base"
         learn(found, draw, protocol.base, rate=4e-3, seed=seed, save=save)
         keep_model(found, folder, {"seed": seed})

@@ -18,7 +18,7 @@ from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, by_rate, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, verdict
-from studies.tasks.long import Curriculum, needles
+from studies.tasks.long import Curriculum, Stage, needles, spread
 from studies.tasks.reading import SampleCounts, bare, length_page, score_of, short, train_and_read
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
@@ -40,7 +40,13 @@ class Protocol:
 
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
-            steps=1000, stages=((0.4, 512), (0.6, 1024), (0.8, 2048), (1.0, 4096))
+            steps=1000,
+            stages=(
+                Stage(until=0.4, length=512, quiet=0.2),
+                Stage(until=0.6, length=1024, quiet=0.2),
+                Stage(until=0.8, length=2048, quiet=0.2),
+                Stage(until=1.0, length=4096, quiet=0.2),
+            ),
         )
     )
     rates: tuple[float, ...] = (2e-3, 4e-3)
@@ -64,7 +70,7 @@ class Protocol:
 
 
 QUICK = Protocol(
-    curriculum=Curriculum(steps=4, tokens=1024, stages=((1.0, 512),)),
+    curriculum=Curriculum(steps=4, tokens=1024, stages=(Stage(until=1.0, length=512, quiet=0.2),)),
     trial_share=0.5,
     seeds=(0,),
     samples=((1 * K, 2),),
@@ -78,7 +84,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     return train_and_read(
         job,
         context,
-        build=lambda: bare(default.ARMS[job.arm], SIZE),
+        build=lambda: spread(bare(default.ARMS[job.arm], SIZE), plan),
         draw=needles(context.data, TASKS),
         curriculum=plan.part(protocol.trial_share) if job.trial else plan,
         plan=protocol.plan(job.arm),
@@ -96,7 +102,7 @@ LIMITS = (
 def findings(study: Study, runs: Mapping[str, Run]) -> list[str]:
     """Hope against every arm, at every task and length beyond training."""
     found = cells(runs)
-    trained = study.protocol.curriculum.stages[-1][1]
+    trained = study.protocol.curriculum.stages[-1].length
     lengths = [length for length, _ in study.protocol.samples if length > trained]
     hope = found.get((study.tasks[0], "hope"))
     if hope is None or len(hope.runs) < ENOUGH:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nestling.norm import RMSNorm, rms_norm, unit
+from nestling.norm import (
+    RMSNorm,
+    clip_of_one,
+    constant,
+    one_token,
+    rms_norm,
+    rms_norm_of_one,
+    unit,
+    unit_of_one,
+)
+from nestling.scan.self_modifying.rule import clip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -69,3 +79,28 @@ def test_unit_of_zero_is_zero_with_a_finite_gradient():
     torch.testing.assert_close(x.grad, torch.full((2, 4), 1e3))
     half = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
     assert unit(half).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_token_in_fewer_operations(dtype):
+    x = torch.randn(2, 3, 1, 16, dtype=dtype)
+    x[0, 0] = 0
+    weight = torch.randn(16, dtype=dtype)
+    torch.testing.assert_close(
+        rms_norm_of_one(x, weight, 1e-2), torch.rms_norm(x, (16,), weight, 1e-2)
+    )
+    torch.testing.assert_close(unit_of_one(x, 1e-2), x * (x.square().sum(-1, True) + 1e-2).rsqrt())
+    for most in (2.0, 8.0):  # some are longer, none is
+        torch.testing.assert_close(clip_of_one(x, most), clip(x, most))
+
+
+def test_what_one_token_is():
+    x = torch.randn(2, 1, 4)
+    assert not one_token(x)  # gradients may be wanted
+    with torch.no_grad():
+        assert one_token(x)
+        others = (x.expand(2, 2, 4), x[0, 0], x.bfloat16(), x.to("meta"), torch.nn.Parameter(x))
+        assert not any(map(one_token, others))
+    with torch.inference_mode():
+        made = constant(0.123, torch.float32)  # kept for calls that want gradients
+    assert not made.is_inference()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ FEW = 8192
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
+    if one_token(x) and x.dtype == weight.dtype:
+        return rms_norm_of_one(x, weight, eps)
     few = x.numel() < FEW and not torch.is_grad_enabled()
     if few or not _by_hand(x) or x.dtype != weight.dtype:
         return torch.rms_norm(x, weight.shape, weight, eps)
@@ -26,6 +30,43 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     if _by_hand(x):
         return _Unit.apply(x, eps) if torch.is_grad_enabled() else _unit(x, eps)[0]
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+
+
+def one_token(x: Tensor) -> bool:
+    """Whether x [..., T, D] is one token that is only read on CPU: then an operation costs more
+    than its work, and the functions ending in `of_one` take fewer, for other rounding."""
+    if type(x) is not Tensor or torch.is_grad_enabled() or x.dim() < 2 or x.shape[-2] != 1:
+        return False
+    return _by_hand(x)
+
+
+def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in four operations."""
+    n = x.shape[-1]
+    y = torch.addcmul(constant(0.0, x.dtype), x, weight, value=math.sqrt(n))
+    return y.div_(_length(x).hypot_(constant(math.sqrt(n * eps), x.dtype)))
+
+
+def unit_of_one(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`unit` in three operations."""
+    return x / _length(x).hypot_(constant(math.sqrt(eps), x.dtype))
+
+
+def clip_of_one(x: Tensor, most: float) -> Tensor:
+    """x, shortened to the length `most` along the last dimension where it is longer."""
+    return x * (constant(most, x.dtype) / _length(x).clamp_min_(most))
+
+
+@functools.cache
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor on CPU: an operation with a Python number makes one every time."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _length(x: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return length
 
 
 def _by_hand(x: Tensor) -> bool:

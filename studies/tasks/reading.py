@@ -129,6 +129,7 @@ def train_and_read(
     `gave up` says of which tasks longer texts were not read because of the floor.
     """
     folder = context.models / f"{job.task}-{job.arm}-{job.seed}"
+    keep = folder.with_name(f"{folder.name}.read.json")  # the model may be asked to read on
     model: Any = None if job.trial else kept_model(folder)
     if model is None:
         torch.manual_seed(job.seed)
@@ -138,10 +139,10 @@ def train_and_read(
         facts = {"loss": done.last(), "seconds": done.seconds, "parameters": parameters(model)}
         if job.trial:
             return facts
+        keep.unlink(missing_ok=True)
         keep_model(model, folder, facts)
     if model.learns and not model.config.learns_in_training:  # it was trained on answers only
         model = switched(model, 0.0)
-    keep = context.scratch / "read.json"
     record = read(
         model.eval(),
         plan,

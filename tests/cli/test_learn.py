@@ -85,6 +85,17 @@ def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
     assert capsys.readouterr().out != with_memory
 
 
+def test_the_page_says_which_level_only_receives(model, text, tmp_path, capsys):
+    """By default the slow one: "learns every 512 tokens" beside a fast one of drift 0 puzzled."""
+    command = ["learn", model, "--from", text, "--passes", "1"]
+    for name, options, receives in (("default", [], True), ("own", LEVELS, False)):
+        out = tmp_path / f"{name}.html"
+        memory = ["--memory", str(tmp_path / name), "--out", str(out)]
+        assert main([*command, *options, *memory]) == 0
+        assert ("<td>receives every " in out.read_text()) is receives
+        assert ("that one lets go of it" in out.read_text()) is receives
+
+
 def test_slow_learning_says_where_it_is(model, text, tmp_path, capsys, monkeypatch):
     """Where there is no terminal, a line comes after a while, not only after many tokens."""
     assert main(["learn", str(model), "--from", str(text), "--memory", str(tmp_path / "a")]) == 0

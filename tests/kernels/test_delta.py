@@ -9,9 +9,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from nestling.memories import DeltaNetConfig, LinearConfig, LinearMemory
-from nestling.scan import scan
+from nestling.memories import (
+    DeltaNetConfig,
+    LinearConfig,
+    LinearMemory,
+    Steered,
+    SteeredConfig,
+    Titans,
+    TitansConfig,
+)
+from nestling.scan import BACKENDS, scan
 from nestling.scan.delta.api import choose
+from nestling.tree import tree_leaves
 from tests.kernels.cases import ALL, SHAPES, close
 from tests.kernels.interpreter import hurry
 from tests.scan.scan_cases import case
@@ -72,16 +81,40 @@ def test_bf16_inputs_keep_their_dtypes() -> None:
         torch.testing.assert_close(found[name].float(), value, rtol=2e-2, atol=2e-2)
 
 
-def test_a_memory_asks_for_it() -> None:
+MEMORIES = {
+    "delta rule": lambda backend: LinearMemory(DeltaNetConfig(width=16, heads=1, backend=backend)),
+    "Hope's": lambda backend: Steered(
+        SteeredConfig(width=16, heads=1, steering=4, backend=backend)
+    ),
+    "features": lambda backend: Titans(
+        TitansConfig(width=16, heads=1, expansion=2, features=True, momentum=False, backend=backend)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_a_memory_asks_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        asked.append(given[0].shape)
+        return kernels(*given, **options)
+
+    kernels = BACKENDS["triton"]
+    monkeypatch.setitem(BACKENDS, "triton", counted)
     results = []
     for backend in ("triton", "chunk"):
         torch.manual_seed(0)
-        memory = LinearMemory(DeltaNetConfig(width=16, heads=1, backend=backend))
+        memory = MEMORIES[name](backend)
         y, state = memory(torch.randn(1, 9, 16))
-        (y.square().sum() + state.weight.sum()).backward()
-        results.append([y, state.weight, *(p.grad for p in memory.parameters())])
+        ends = [end for _, end in tree_leaves(state) if end.requires_grad]
+        (y.square().sum() + sum(end.sum() for end in ends)).backward()
+        results.append([y, *ends, *(p.grad for p in memory.parameters())])
+    assert len(asked) == (2 if name == "Hope's" else 1)
     for left, right in zip(*results, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+        assert (left is None) == (right is None)
+        if left is not None:
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=5e-5)
 
 
 def test_which_back_end() -> None:

@@ -81,3 +81,11 @@ def test_rows_stay_under_the_bound():
 def test_momentum_is_refused():
     with pytest.raises(ValueError, match=r"features=True .* needs momentum=False"):
         TitansConfig(width=8, heads=2, features=True)
+
+
+def test_a_back_end_is_for_features():
+    assert TitansConfig(width=8, heads=2, features=True, momentum=False, backend="chunk")
+    with pytest.raises(ValueError, match=r"backend='chunk' is for features=True"):
+        TitansConfig(width=8, heads=2, backend="chunk")
+    with pytest.raises(ValueError, match="backend must be one of auto, naive"):
+        TitansConfig(width=8, heads=2, features=True, momentum=False, backend="cuda")

@@ -219,3 +219,49 @@ def test_rows_stay_below_the_bound_against_an_adversary(options):
 def test_a_wrong_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         configure(SteeredConfig, width=WIDTH, heads=HEADS, **options)
+
+
+TOKEN_OPTIONS = OPTIONS | {
+    "one tap, no gate": {"conv": 1, "gate": False},
+    "no small memory": {"steering": 0},
+}
+
+
+@pytest.mark.parametrize("options", TOKEN_OPTIONS.values(), ids=list(TOKEN_OPTIONS))
+def test_a_decoded_token_is_a_token_of_the_whole(options, monkeypatch):
+    memory, taken = build(**options), []
+    with torch.no_grad():
+        memory.weight.add_(0.3)
+    one = Steered._token
+    monkeypatch.setattr(Steered, "_token", lambda *given: taken.append(1) or one(*given))
+    x = 3 * torch.randn(2, 7, WIDTH, dtype=torch.float64)  # (values are clipped, too)
+    with torch.no_grad():
+        whole, end = memory(x)
+        state, parts = memory.init(2, dtype=x.dtype), []
+        for t in range(7):
+            y, state = memory(x[:, t : t + 1], state)
+            parts.append(y)
+    assert len(taken) == 7
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-10)
+    for (_, found), (_, wanted) in zip(tree_leaves(state), tree_leaves(end), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_where_a_decoded_token_goes_the_longer_way(monkeypatch):
+    """Gradients, autocast, other dtypes, back ends that were asked for, two tokens."""
+
+    def refuse(*_):
+        raise AssertionError("a token of its own")
+
+    monkeypatch.setattr(Steered, "_token", refuse)
+    x = torch.randn(1, 1, WIDTH)
+    for memory in (build(backend="naive").float(), build(conv_each=True).float()):
+        with torch.no_grad():
+            memory(x)
+    memory = build().float()
+    memory(x)
+    with torch.no_grad():
+        memory(x.expand(1, 2, WIDTH))
+        with torch.autocast("cpu", torch.bfloat16):
+            memory(x)
+        memory.bfloat16()(x.bfloat16())

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from nestling.evaluate import babilong
 from nestling.evaluate.samples import Books, Sample, Tokens
 from nestling.evaluate.suites import Data
+from nestling.models import presets
 from studies import babilong as study_babilong
 from studies import context as study_context
-from studies import levels_chunks, niah
+from studies import default, levels_chunks, niah
 from studies.harness.models import IGNORE
 from studies.harness.verdict import wilson
-from studies.tasks import long, reading, text
+from studies.tasks import long, quiet, reading, scattered, text
 from studies.tasks.vocabulary import END, HELD_OUT, load, shelf
 
 K, M = 1 << 10, 1 << 20
@@ -66,33 +69,72 @@ def test_books_to_test_on_are_not_trained_on(data):
 # Training
 
 
-def test_what_is_learned_is_the_answer_to_the_question(data):
-    draw = long.stories(data, ("qa1",))
-    ids, targets = draw(random.Random(900), 1200)
-    assert len(ids) == len(targets) == 1200
-    found = told(ids, targets)
+BARE = long.Stage(until=0.5, length=512, short=0.6, bare=1.0)
+NOISY = long.Stage(until=1.0, length=1200, noise=100, near=0.3, quiet=1.0)
+
+
+@pytest.mark.parametrize("stage", [BARE, NOISY])
+def test_what_is_learned_is_the_answer_to_the_question(data, stage):
+    draw = scattered.stories(data, ("qa1",))
+    row = draw(random.Random(900), stage)
+    assert len(row.ids) == len(row.targets) == len(row.noise) == stage.length
+    found = told(row.ids, row.targets)
     assert len(found) >= 2
+    facts = load().decode([i for i, noise in zip(row.ids, row.noise, strict=True) if not noise])
     for before, answer in found:
-        assert before.endswith("?\nAnswer:")
+        assert before.endswith("?" if stage.bare else "?\nAnswer:")
         person = before.rsplit("Where is ", 1)[1].split("?")[0]
-        facts = [s for s in before.split(".") if f"{person} " in s and " to the " in s]
-        moved = [s for s in facts if s.split(f"{person} ")[1].split(" ")[0] in MOVES]
-        assert moved[-1].rsplit(" ", 1)[1] == answer.strip()
+        last = before.count(f"Where is {person}?")
+        so_far = facts.split(f"Where is {person}?")[:last]
+        moved = [s for s in "".join(so_far).split(".") if f"{person} " in s]
+        assert moved[-1].split(" ")[-1] == answer.strip()
+    assert any(row.noise) == bool(stage.noise)
 
 
-MOVES = ("moved", "went", "journeyed", "travelled")
+def test_answers_may_come_before_the_prompt_ends(data):
+    stage = long.Stage(until=1.0, length=512, early=1.0)
+    row = scattered.stories(data, ("qa1",))(random.Random(900), stage)
+    ends = {before.rsplit("?", 1)[1] for before, _ in told(row.ids, row.targets)}
+    assert len(ends) > 2
+    assert all("\nAnswer:".startswith(end) and end != "\nAnswer:" for end in ends)
 
 
-@pytest.mark.parametrize("make", [long.stories, lambda d: long.needles(d, niah.TASKS)])
+def test_noise_comes_near_facts_and_holds_none(data):
+    vocabulary, rng = load(), random.Random(900)
+    sentence = vocabulary(" It was a very long story about a ship and the sea.").input_ids
+    made = [vocabulary.decode(scattered.near(sentence, rng, vocabulary)) for _ in range(2000)]
+    people, moves, places = ("|".join(n) for n in (scattered.PEOPLE, scattered.MOVES, PLACES))
+    assert all(re.search(f"{people}|the (?:{places})", text) for text in made)
+    assert any(re.search(f"(?:{moves}) the (?:{places})", text) for text in made)
+    assert not any(re.search(f"(?:{people}) (?:{moves}) the (?:{places})", t) for t in made)
+
+
+PLACES = scattered.PLACES
+
+
+def test_shortened_facts_leave_out_words_between_who_and_where():
+    made = {
+        scattered.shortened("Mary went back to the office.", random.Random(i)) for i in range(9)
+    }
+    assert made == {"Mary went back to office.", "Mary went office.", "Mary the office."}
+    assert scattered.shortened("Mary got the milk there.", random.Random(0)).startswith("Mary ")
+    assert scattered.shortened("The office is north.", random.Random(0)) == "The office is north."
+
+
+@pytest.mark.parametrize(
+    "make", [lambda d: scattered.stories(d), lambda d: long.needles(d, niah.TASKS)]
+)
 def test_batches_come_from_the_seed_and_grow_in_stages(data, make):
-    plan = long.Curriculum(steps=10, tokens=1024, stages=((0.5, 512), (1.0, 1024)))
+    stages = (long.Stage(until=0.5, length=512), long.Stage(until=1.0, length=1024, noise=60))
+    plan = long.Curriculum(steps=10, tokens=1024, stages=stages)
     draw = make(data)
     batch, again = (long.batches(draw, plan, seed=900) for _ in range(2))
     for step, shape in ((4, (2, 512)), (5, (1, 1024))):
-        ids, targets = batch(step)
-        assert ids.shape == targets.shape == shape
+        ids, targets, noise = batch(step)
+        assert ids.shape == targets.shape == noise.shape == shape
         assert ids.equal(again(step)[0])
         assert (targets != IGNORE).any()
+        assert not (noise & (targets != IGNORE)).any()
     other = long.batches(draw, plan, seed=901)
     assert not batch(4)[0].equal(other(4)[0])
     assert not batch(4)[0].equal(batch(3)[0])
@@ -100,20 +142,60 @@ def test_batches_come_from_the_seed_and_grow_in_stages(data, make):
 
 
 def test_needles_and_letters_are_learned_by_their_values(data):
+    stage = long.Stage(until=1.0, length=2400)
     for draw, form in ((long.needles(data, ("s1",)), r"\d"), (long.letters(data), "[A-E]")):
-        found = told(*draw(random.Random(901), 2400))
+        row = draw(random.Random(901), stage)
+        found = told(row.ids, row.targets)
         assert found
         for before, answer in found:
             value = answer.strip(" .").replace(" ", "")
             assert value
             assert (value in before) if form == r"\d" else (value in "ABCDE")
+        if form == r"\d":
+            kept = load().decode([i for i, n in zip(row.ids, row.noise, strict=True) if not n])
+            assert found[0][1].strip(" .") in kept
+            assert "grass is green" not in kept
+
+
+# What memories write of noise
+
+
+TINY = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 64, "parameters": 40_000}
+
+
+@pytest.mark.parametrize(
+    ("arm", "gates"), [("hope", 4), ("deltanet", 2), ("gated_delta", 4), ("transformer", 0)]
+)
+def test_training_makes_memories_write_less_of_noise(arm, gates):
+    torch.manual_seed(900)
+    model = reading.bare(default.ARMS[arm], presets.Size(**TINY))
+    before = {name: type(getattr(part, "rule", None)) for name, part in model.named_modules()}
+    ids, noise = torch.arange(48).view(2, 24), torch.arange(24).expand(2, -1) > 11
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    with quiet.watched(model) as seen:
+        for _ in range(20):
+            model(input_ids=ids, use_cache=False)
+            made = seen()
+            assert len(made) == gates
+            loud = quiet.loudness(made, noise)
+            losses.append(loud.item())
+            if gates:
+                optimizer.zero_grad()
+                loud.backward()
+                optimizer.step()
+    assert {n: type(getattr(part, "rule", None)) for n, part in model.named_modules()} == before
+    model(input_ids=ids, use_cache=False)
+    assert seen() == []
+    assert losses[-1] < 0.5 * losses[0] if gates else losses[0] == 0
+    assert quiet.loudness(made, noise & False).item() == 0
 
 
 def test_names_are_exchanged_alike_in_facts_question_and_answer():
     story = babilong.Story(
         ("Mary went to the office.", "John got the milk."), "Where is Mary?", "office"
     )
-    made = {long.renamed(story, long.NAMES, random.Random(i)) for i in range(40)}
+    made = {scattered.renamed(story, scattered.NAMES, random.Random(i)) for i in range(40)}
     assert len(made) > 20
     for facts, question, answer in made:
         who = question.removeprefix("Where is ").removesuffix("?")
@@ -123,7 +205,7 @@ def test_names_are_exchanged_alike_in_facts_question_and_answer():
 
 def test_the_questions_of_a_story_are_chained():
     lines = "1 A went.\n2 Q? \tx\t1\n3 B went.\n4 Q? \ty\t3\n1 C went.\n2 Q? \tz\t1\n"
-    chains = long._chains(tuple(babilong.parse(lines)))
+    chains = scattered._chains(tuple(babilong.parse(lines)))
     assert [[story.answer for story in chain] for chain in chains] == [["x", "y"], ["z"]]
 
 
@@ -183,15 +265,22 @@ def test_wilson_is_the_textbook_interval():
 
 def test_babilong_asks_as_many_samples_as_agreed():
     protocol = study_babilong.Protocol()
-    first, second = protocol.plan("hope", 0), protocol.plan("hope", 1)
-    assert first["babilong", "qa1"] == {
-        K: 100, 4 * K: 100, 16 * K: 100, 64 * K: 100, 256 * K: 30, M: 30, 10 * M: 20,
-    }  # fmt: skip
-    assert first["babilong", "qa5"][10 * M] == 10
-    assert max(second["babilong", "qa1"]) == M
-    assert max(second["babilong", "qa2"]) == 64 * K
-    assert max(protocol.plan("transformer", 0)["babilong", "qa1"]) == 16 * K
-    assert protocol.curriculum.stages[-1] == (1.0, 4096)
+    near = {K: 50, 4 * K: 50, 16 * K: 30, 64 * K: 15, 256 * K: 5}
+    assert protocol.plan("stories", "hope") == {("babilong", "qa1"): near}
+    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, M: 3, 10 * M: 1}}
+    assert protocol.plan("far", "deltanet") == protocol.plan("far", "hope")
+    assert max(protocol.plan("far", "transformer")["babilong", "qa1"]) == 16 * K
+    assert protocol.curriculum.stages[-1].length == 512
+    assert protocol.curriculum.stages[-1].until == 1.0
+
+
+def test_what_a_model_read_further_stands_for_what_it_read_first():
+    runs = {"run/stories/hope/0": {"read": 1}, "run/stories/lstm/0": {"read": 2}}
+    found = study_babilong.read_on({**runs, "run/far/hope/0": {"read": 3}, "tune/x": {}})
+    assert {key: run["read"] for key, run in found.items()} == {
+        "run/stories/hope/0": 3,
+        "run/stories/lstm/0": 2,
+    }
 
 
 def test_levels_have_their_fastest_alone_as_control():
@@ -203,8 +292,6 @@ def test_levels_have_their_fastest_alone_as_control():
 
 
 def test_the_loss_of_a_context_is_that_of_its_second_half():
-    import torch
-
     class Counting:
         """Logits that make the loss of byte t exactly t / 10."""
 

@@ -14,6 +14,7 @@ PAGES = {
     "adapt": ["adapt.md", "adapt_smollm2.md"],
     "optim": ["optim.md"],
     "languages": ["languages.md"],
+    "babilong": ["babilong.md", "babilong.svg"],
     "levels": ["levels.md", "levels.svg", "levels_appendix.md"],
     "lm": ["language_models.md", "language_models.svg", "language_models_appendix.md"],
     "continual": ["continual.md", "continual.svg", "continual_appendix.md"],

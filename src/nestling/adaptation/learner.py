@@ -195,11 +195,17 @@ class Learner:
             "snapshots": kept - total,
         }
 
+    @property
+    def receiving(self) -> tuple[str, ...]:
+        """The levels that take no steps of their own, only what the next faster one has learned."""
+        moves = self._move_share is not None
+        return tuple(level.name for level in self.levels if moves and level.rate == 0)
+
     def __repr__(self) -> str:
         sizes = self.size()
         lines = [f"Learner over {type(self.model).__name__} at position {self.position:,}"]
         for level, drift in zip(self.levels, self.drift, strict=True):
-            receives = level.rate == 0 and self._move_share is not None  # from the next faster
+            receives = level.name in self.receiving
             rate = "receives only" if receives else f"rate {level.rate:<8g}"
             lines.append(
                 f"  {level.name:<10} chunk {level.chunk!s:>7}  {rate:<13}"

@@ -337,11 +337,21 @@ def _draw(learner: Any, out: Path, memory: Path, told: Sequence[str] = ()) -> Pa
     )
     page.table(
         ["level", "learns", "updates", "drift"],
-        [(d.level, f"every {d.chunk} tokens", d.updates, drift[d.level]) for d in learner.drift],
+        [
+            (
+                d.level,
+                f"{'receives ' if d.level in learner.receiving else ''}every {d.chunk} tokens",
+                d.updates,
+                drift[d.level],
+            )
+            for d in learner.drift
+        ],
     )
     page.text(
         f"The memory's clock stands at {learner.position:,} tokens. Drift is the size of what a"
         " level has learned over the size of the weights it changes."
+        + " A level that receives takes over, in whole or in part, what the next faster one has"
+        " learned, and that one lets go of it." * bool(learner.receiving)
     )
     return page.save(out)
 

@@ -387,23 +387,14 @@ def release(
             sums=tuple(differences.turn(total, natural(own)) for own, total in both)
         )
     factor = _factor(state.seen, wiring.mean)
-    moved: list[_Moved] = []
     if wiring.plain[number] and level.rank is not None:
         moved = _ranked(state, level, level.rank, rate, factor, measure)
-    for place, own in enumerate(wiring.parts[number][len(moved) :]):
-        if wiring.plain[number]:
-            total = differences.handy(state.sums[place])
-            squares = _squares(state, level, place, total, rate, factor) if measure else _NONE
-            after = _plain(state, level, place, total, rate, factor, in_place)
-            moved.append(_Moved(after, None, 0.0, *squares))
-        else:
-            after, memory = _by_rule(state, level, place, weight(own), rate, factor)
-            squares = _NONE
-            if measure:
-                old = state.fast[place]
-                change = after if old is None else after - differences.dense(old)
-                squares = differences.norm2(state.sums[place]), differences.norm2(change)
-            moved.append(_Moved(after, memory, 0.0, *squares))
+    elif wiring.plain[number]:
+        places = range(len(state.fast))
+        moved = [_plain(state, level, n, rate, factor, measure, in_place) for n in places]
+    else:
+        owned = enumerate(wiring.parts[number])
+        moved = [_by_rule(state, level, n, weight(own), rate, factor, measure) for n, own in owned]
     nothing = (None,) * len(state.fast)
     new = state._replace(
         fast=tuple(each.fast for each in moved),
@@ -444,20 +435,22 @@ def _plain(
     state: LevelState,
     level: MemoryLevel,
     place: int,
-    total: Fast,
     rate: Rate,
     factor: Rate,
+    measure: bool,
     in_place: bool,
-) -> Fast:
+) -> _Moved:
     """One part's step by gradient descent, on a full difference."""
-    old, some = state.fast[place], state.seen > 0
+    old, some, total = state.fast[place], state.seen > 0, differences.handy(state.sums[place])
+    squares = _squares(state, level, place, total, rate, factor) if measure else _NONE
     numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
     numbers = numbers and not torch.is_grad_enabled()
     if numbers and total is not None and not isinstance(old, Factors):
         strength = float(-rate * factor)
-        return differences.step(old, total, strength, level.retain, in_place=in_place)
-    after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
-    return after
+        after: Fast = differences.step(old, total, strength, level.retain, in_place=in_place)
+    else:
+        after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
+    return _Moved(after, None, 0.0, *squares)
 
 
 def _ranked(
@@ -510,9 +503,15 @@ def _norm(fasts: Iterable[Fast]) -> Tensor | float:
 
 
 def _by_rule(
-    state: LevelState, level: MemoryLevel, place: int, weight: Tensor, rate: Rate, factor: Rate
-) -> tuple[Tensor, Any]:
-    """One part's step by any rule: its difference and the rule's state."""
+    state: LevelState,
+    level: MemoryLevel,
+    place: int,
+    weight: Tensor,
+    rate: Rate,
+    factor: Rate,
+    measure: bool,
+) -> _Moved:
+    """One part's step by any rule."""
     total, old, memory = state.sums[place], state.fast[place], state.rule[place]
     if total is None or isinstance(old, Factors):
         raise TypeError("a rule other than gradient descent needs a full gradient (rank=None)")
@@ -527,13 +526,14 @@ def _by_rule(
     old = torch.zeros_like(write.grad) if old is None else old
     after = level.retain * old - rate * write.grad
     some = state.seen > 0
-    if bool(some.all()):
-        return after, later
 
     def pick(new: Tensor, kept: Tensor) -> Tensor:
         return torch.where(some.view(-1, *[1] * (new.dim() - 1)), new, kept)
 
-    return pick(after, old), tree_map(pick, later, memory)
+    if not bool(some.all()):
+        after, later = pick(after, old), tree_map(pick, later, memory)
+    squares = (differences.norm2(total), differences.norm2(after - old)) if measure else _NONE
+    return _Moved(after, later, 0.0, *squares)
 
 
 def _descend(old: Fast, total: Fast, rate: Rate, factor: Rate, retain: Rate) -> Fast:

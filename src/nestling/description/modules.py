@@ -30,6 +30,8 @@ from nestling.memories.oja import OjaConfig
 from nestling.tree import tree_leaves
 
 PAIRS = "keys and values of the sequence"
+ATTENDED = "keys and values of what was attended to"
+UNKNOWN = "its own; not described"
 START = "its start is learned by backpropagation"
 WHOLE = "backpropagation through its state"
 
@@ -145,10 +147,6 @@ def _attention(name: str, window: int | None) -> Component:
     )
 
 
-def _own_attention(module: Attention, name: str) -> Iterator[Component]:
-    yield _attention(name, module.config.window)
-
-
 def _memory(
     module: Memory,
     name: str,
@@ -179,10 +177,6 @@ def _linear(module: Any, name: str) -> Iterator[Component]:
     keeps = {"all": "", "fixed": ", forgets at a fixed pace", "gated": ", gated forgetting"}
     window = f", last {module.config.window} pairs" if isinstance(module, Omega) else ""
     yield _memory(module, name, "weight", objective + keeps[config.retain], PAIRS + window, WHOLE)
-
-
-def _adaptive(module: AdaptiveMLP, name: str) -> Iterator[Component]:
-    yield _memory(module, name, "weight", "-<M k, v>", "keys and values of what was attended to")
 
 
 def _self_modifying(module: SelfModifying | Titans, name: str) -> Iterator[Component]:
@@ -229,19 +223,15 @@ def _steered(module: Steered, name: str) -> Iterator[Component]:
     yield replace(_memory(module, name, "weight", f"-<M k, v>{how}"), needs=needs)
 
 
-def _any_memory(module: Memory, name: str) -> Iterator[Component]:
-    yield _memory(module, name, "", "its own; not described", "the sequence", "", "state")
-
-
-KNOWN: list[tuple[type, Callable[..., Iterator[Component]]]] = [
+KNOWN: list[tuple[type, Callable[..., Iterable[Component]]]] = [
     (SelfModifying, _self_modifying),
     (Steered, _steered),
     (Titans, _self_modifying),
-    (Attention, _own_attention),
-    (AdaptiveMLP, _adaptive),
+    (Attention, lambda m, name: [_attention(name, m.config.window)]),
+    (AdaptiveMLP, lambda m, name: [_memory(m, name, "weight", "-<M k, v>", ATTENDED)]),
     (LinearMemory, _linear),
     (Omega, _linear),
-    (Memory, _any_memory),
+    (Memory, lambda m, name: [_memory(m, name, "", UNKNOWN, "the sequence", "", "state")]),
 ]
 """Modules whose learning in context is known, most special first."""
 

@@ -90,7 +90,11 @@ def _needles(
     task: str, length: int, rng: random.Random, words: Words, books: Books, tokens: Tokens
 ) -> Sample:
     kind = NEEDLES[task]
-    make = {"words": words.key, "numbers": _number, "uuids": _uuid}
+    make: dict[str, Callable[[random.Random], str]] = {
+        "words": words.key,
+        "numbers": lambda r: str(r.randint(10**6, 10**7 - 1)),
+        "uuids": lambda r: str(uuid.UUID(int=r.getrandbits(128), version=4)),
+    }
     keys = draw(make[kind.key], rng, kind.keys)
     values = draw(make[kind.value], rng, kind.keys * kind.values)
     pairs = [(keys[i // kind.values], value) for i, value in enumerate(values)]
@@ -183,14 +187,6 @@ def _cut(
     while most < len(words) and tokens.count(separator + " ".join(words[: most + 1])) <= room:
         most += 1
     return (count + 1, " ".join(words[:most])) if most else (count, None)
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randint(10**6, 10**7 - 1))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 # Variable tracking

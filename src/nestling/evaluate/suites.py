@@ -84,11 +84,6 @@ def _babilong(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> 
         yield babilong.sample(task, length, number, story=story, books=books, tokens=tokens)
 
 
-def _qasper(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
-    del task, length, seed, tokens  # the papers are as long as they are
-    return qasper.samples(data.need("qasper"))
-
-
 def _longhealth(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
     del task, data
     return (longhealth.sample(length, number, tokens=tokens) for number in count(seed))
@@ -97,7 +92,11 @@ def _longhealth(task: str, length: int, seed: int, data: Data, tokens: Tokens) -
 SUITES: dict[str, _Suite] = {
     "ruler": _Suite(ruler.TASKS, _ruler, ruler.score),
     "babilong": _Suite(babilong.TASKS, _babilong, babilong.score),
-    "qasper": _Suite(("qasper",), _qasper, qasper.score),
+    "qasper": _Suite(  # the papers are as long as they are
+        ("qasper",),
+        lambda task, length, seed, data, tokens: qasper.samples(data.need("qasper")),
+        qasper.score,
+    ),
     "longhealth": _Suite(("longhealth",), _longhealth, longhealth.score),
 }
 """The suites by name."""

@@ -74,7 +74,8 @@ class LinearConfig:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
         rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
         if k.shape[-2] == 1 and self.backend == "auto" and takes(weight, k, v, rate):
-            token = Token(unit(torch.cat([k, q], -2)), v, rate, retain)
+            both = unit(torch.cat([k, q], -2))
+            token = Token(both, v, rate.unsqueeze(-1), retain.unsqueeze(-1))
             return step(weight, token, rule, "after")
         return scan_unchecked(
             weight,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from nestling.checks import one_of
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -51,8 +52,9 @@ from nestling.memories.self_modifying import (
 )
 from nestling.norm import unit
 from nestling.objectives import dot, l2
-from nestling.scan import scan
+from nestling.scan import BACKENDS
 from nestling.scan.deep import MLPState, scan_mlp
+from nestling.scan.delta.api import scan_unchecked
 from nestling.scan.self_modifying import Inputs, SelfRule, Weights, scan_self_modifying
 from nestling.scan.self_modifying.segment import recall
 
@@ -65,7 +67,8 @@ class TitansConfig:
     chunk: tokens between two moments at which errors are taken (Eq. 90).
     momentum: a gate theta carries writes on (deviation 18).
     features: only the last layer learns in context, by the delta rule on what the first makes of
-        the keys: it runs on the matrix scan, without momentum.
+        the keys: it runs on the matrix scan, without momentum. backend: of that scan, as for
+        `nestling.scan.scan`.
     rates, retention: as for self-modifying memories.
     clip: bound on the error signal of every layer (deviation 8).
     conv, conv_each: taps of the causal convolution, and whether each projection has its own.
@@ -86,11 +89,18 @@ class TitansConfig:
     conv_each: bool = False
     gate: bool = True
     recompute: bool = False
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         check_sizes(self.width, self.heads, self.conv)
         whole_number("expansion", self.expansion)
         whole_number("chunk", self.chunk)
+        one_of("backend", self.backend, ("auto", *BACKENDS))
+        if self.backend != "auto" and not self.features:
+            raise ValueError(
+                f"backend={self.backend!r} is for features=True; where both layers learn there is"
+                " one form"
+            )
         if self.features and self.momentum:
             raise ValueError(
                 "features=True learns by the delta rule, without momentum: it needs momentum=False"
@@ -215,9 +225,10 @@ class Titans(Memory):
         k, q = (
             self._phi(part.unflatten(0, (-1, self.config.heads))).flatten(0, 1) for part in (k, q)
         )
-        y, weight = scan(
+        y, weight = scan_unchecked(
             weights.first[:, 0], k, v, rate, retain, q,
-            read="before", chunk=self.config.chunk, recompute=self.config.recompute, check=False,
+            read="before", chunk=self.config.chunk, recompute=self.config.recompute,
+            backend=self.config.backend,
         )  # fmt: skip
         after = Weights(weight.unsqueeze(1))
         return y, after, after

@@ -6,7 +6,6 @@ tokens), `data` (a folder as `nestling eval --data` takes), `samples` per length
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,10 +67,6 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, Any]:
     return {"score": SUITES[doc["suite"]].score(sample, results[0])}
 
 
-def _loader(suite: str, task: str) -> Callable[..., dict[str, Any]]:
-    return partial(documents, suite, task)
-
-
 for _suite, _entry in SUITES.items():
     for _task in _entry.tasks:
-        globals()[f"{_suite}_{_task}"] = _loader(_suite, _task)
+        globals()[f"{_suite}_{_task}"] = partial(documents, _suite, _task)

@@ -90,8 +90,4 @@ def generalised_momentum(objective: Objective, *, decay: float = 0.9, rate: floa
         )
         return write._replace(grad=-memory), MomentumState(memory)
 
-    return Rule(_init, step, needs_pairs=True)
-
-
-def _init(weight: Tensor) -> MomentumState:
-    return MomentumState(torch.zeros_like(weight))
+    return Rule(lambda weight: MomentumState(torch.zeros_like(weight)), step, needs_pairs=True)

@@ -151,7 +151,7 @@ def scan_unchecked(
     given = (state, x, u, rate, retain, queries)
     if backend is None or backend == "auto":
         if queries is not None and x.shape[-2] == 1 and takes(*given):
-            token = Token(torch.cat([x, queries], -2), u, rate, retain)
+            token = Token(torch.cat([x, queries], -2), u, rate.unsqueeze(-1), retain.unsqueeze(-1))
             return step(state, token, rule, read)
         why = _refusals(*given, momentum) if x.is_cuda else {}
         backend = choose(x.shape[-2], any_order=is_any_order(), refusals=why)

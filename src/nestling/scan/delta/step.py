@@ -16,7 +16,7 @@ from nestling.scan.checks import Read, Rule
 
 
 class Token(NamedTuple):
-    """One token: key and query [..., 2, Di], value [..., 1, Do], rate and retain [..., 1]."""
+    """One token: key and query [..., 2, Di], value [..., 1, Do], rate and retain [..., 1, 1]."""
 
     both: Tensor
     u: Tensor
@@ -35,9 +35,9 @@ def step(state: Tensor, token: Token, rule: Rule, read: Read) -> tuple[Tensor, T
     """The read [..., 1, Do] and the memory [..., Do, Di] after a token (Eq. 5, 15, 64-65, 88)."""
     both, u, rate, retain = token
     said, reads = (both @ state.mT).chunk(2, -2)
-    kept = retain.unsqueeze(-1)
-    x, q = both.chunk(2, -2)
-    w = rate.unsqueeze(-1) * (u - said if rule == "dgd" else u)
+    x = both.narrow(-2, 0, 1)
+    w = rate * (u - said if rule == "dgd" else u)
     if read == "after":
-        reads = torch.addcmul(kept * reads, (x * q).sum(-1, keepdim=True), w)
-    return reads, torch.addcmul(kept * state, w.mT, x)
+        q = both.narrow(-2, 1, 1)
+        reads = torch.addcmul(retain * reads, (x * q).sum(-1, keepdim=True), w)
+    return reads, torch.addcmul(retain * state, w.mT, x)

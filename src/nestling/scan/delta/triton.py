@@ -248,10 +248,6 @@ def _pairs_back(
     ok = t < T
     starts += (m * (tl.cdiv(T, C) + 1) + chunk) * DO * DI
     dstarts += (m * (tl.cdiv(T, C) + 1) + chunk + 1) * DO * DI
-    X = load_rows(x + m * T * DI, t, ok, k, DI)
-    n = _tokens(rate + m * T, t, ok, 0.0)
-    gm, Gm, gr, Gr = _decays(retain + m * T, t, r, T, AFTER)
-    tail, _ = _tails(retain + m * T, t, r, T)
     asked = tl.zeros([C, C], tl.float32)  # dY E^T
     erased = tl.zeros([C, C], tl.float32)  # dR E^T
     last = tl.zeros([C, DI], tl.float32)  # E dS'
@@ -274,6 +270,11 @@ def _pairs_back(
             dR = load_rows(du + m * T * DO, t, ok, v, DO)
             erased += tl.dot(dR, tl.trans(E), input_precision=PREC)
             dX -= tl.dot(dR, S, input_precision=PREC)
+    # What the blocks do not need is loaded behind them: at width 128 registers would spill.
+    X = load_rows(x + m * T * DI, t, ok, k, DI)
+    n = _tokens(rate + m * T, t, ok, 0.0)
+    gm, Gm, gr, Gr = _decays(retain + m * T, t, r, T, AFTER)
+    tail, _ = _tails(retain + m * T, t, r, T)
     ends = tl.sum(last * X, 1)  # E . dS' x
     da = tail * (tl.sum(Gm * (n * ends)[None, :], 1) + gm * both)
     dn = tail * ends
