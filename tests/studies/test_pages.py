@@ -19,6 +19,7 @@ PAGES = {
     "lm": ["language_models.md", "language_models.svg", "language_models_appendix.md"],
     "continual": ["continual.md", "continual.svg", "continual_appendix.md"],
     "timescales": ["continual_timescales.md", "continual_timescales.svg"],
+    "deep_memory": ["deep_memory.md", "deep_memory.svg", "deep_memory_appendix.md"],
     "beyond": ["continual_beyond.md", "continual_beyond.svg", "continual_beyond_appendix.md"],
 }
 
