@@ -89,7 +89,7 @@ def timeline_page(folder):
         for name, _, pace in levels
         if step % pace == 0
     ]
-    learner = SimpleNamespace(history=history, drift=drift, position=4096)
+    learner = SimpleNamespace(history=history, drift=drift, position=4096, receiving=("slow",))
     memory = folder / ("a_memory_with_a_long_name" * 3)
     told = ["diary.txt: 4,096 tokens learned; loss 1.9 -> 1.5"]
     return learn._draw(learner, folder / "timeline.html", memory, told)

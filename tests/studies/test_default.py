@@ -69,11 +69,14 @@ def test_the_studies_of_levels_have_the_default_hope_and_forms_of_it():
     assert default.deviations(made["hope"]) == {"learning": "first_order"}
     trained = {name for name, config in made.items() if config.learns_in_training}
     assert trained == {
-        "hope", "hope_bytes", "hope_few", "one", "by_rate", "attention", "gated_delta_bytes",
+        "hope", "hope_bytes", "hope_few", "hope_quickly", "one", "by_rate", "attention",
+        "gated_delta_bytes",
     }  # fmt: skip
-    for name in ("one", "by_rate"):
+    for name in ("one", "by_rate", "hope_quickly"):
         assert set(default.deviations(made[name])) == {"learning", "levels"}
     three = made["hope"].memory_levels
+    quickly = made["hope_quickly"].memory_levels
+    assert [(level.chunk, level.rate) for level in quickly] == [(lv.chunk, 4.0) for lv in three]
     assert len(three) >= 3
     assert len(made["one"].memory_levels) == 1
     by_rate = made["by_rate"].memory_levels

@@ -62,7 +62,7 @@ def test_the_picture_base_is_kept_and_learns_to_tell_turns(tmp_path):
     pictures = torch.zeros(64, 3, 32, 32)
     pictures[:, :, :8] = 2.0
     pictures += 0.1 * torch.randn(pictures.shape, generator=torch.Generator().manual_seed(0))
-    protocol = dataclasses.replace(beyond.QUICK, steps=25, rate=3e-3)
+    protocol = dataclasses.replace(beyond.QUICK, steps=60, rate=3e-3)
     base = beyond.turned_base(pictures, tmp_path, protocol)
     turned = torch.cat([pictures.rot90(n, (2, 3)) for n in range(4)])
     said = base(turned)[:, :4].argmax(-1)
