@@ -178,6 +178,11 @@ def _added(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     return new.clone() if old is None else old.add_(new)
 
 
+def _number(rate: Rate) -> float:
+    """The rate without its history."""
+    return float(rate.detach()) if isinstance(rate, Tensor) else rate
+
+
 def _exact(like: Tensor) -> Any:
     """No autocast: gradients keep the precision their forward pass had."""
     return torch.autocast(like.device.type, enabled=False)
@@ -422,7 +427,7 @@ class TokenStream:
                 segment,
                 live,
                 position,
-                self.rates if graph else [float(rate) for rate in self.rates],
+                self.rates if graph else [_number(rate) for rate in self.rates],
                 graph=graph,
                 outer=self.meta == "second_order",
                 measure=self.measure,

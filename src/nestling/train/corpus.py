@@ -7,6 +7,7 @@ nor with its longest text file.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -105,18 +106,13 @@ class Corpus:
         return facts
 
     def _file(self, path: Path) -> Iterator[tuple[str, bool]]:
-        try:
-            with _open(path) as file:
-                if _kind(path) == "lines":
-                    yield from _whole(self._json_lines(path, file))
-                elif self.separator is None:
-                    yield from _pieces(file)
-                else:
-                    yield from _whole(_split(file, self.separator))
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            if getattr(error, "errno", None) is not None:  # the system's own names the file
-                raise
-            raise ValueError(f"{path}: cannot be unpacked: {error}") from error
+        with _unpacked(path), _open(path) as file:
+            if _kind(path) == "lines":
+                yield from _whole(self._json_lines(path, file))
+            elif self.separator is None:
+                yield from _pieces(file)
+            else:
+                yield from _whole(_split(file, self.separator))
 
     def _json_lines(self, path: Path, file: IO[str]) -> Iterator[str]:
         for number, line in enumerate(iter(lambda: file.readline(_LINE + 1), ""), start=1):
@@ -194,10 +190,17 @@ def read_text(path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        with _open(path, errors="strict") as file:
+        with _unpacked(path), _open(path, errors="strict") as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a text in UTF-8: {error.reason}") from error
+
+
+@contextlib.contextmanager
+def _unpacked(path: Path) -> Iterator[None]:
+    """Inside, a compressed file that is broken is a ValueError that names it."""
+    try:
+        yield
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if getattr(error, "errno", None) is not None:  # the system's own names the file
             raise
