@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from nestling.continuum import fast as differences
 from nestling.continuum.assignment import Slot, owned, shapes
 from nestling.continuum.fast import Factors, Fast, LiveSlot, Owned, Reading, cut, weight_of
-from nestling.continuum.layers import LevelLinear
 from nestling.continuum.natural import moments_of, natural_step
 from nestling.levels import Level, LevelUpdate, multiple
 from nestling.rules.core import Gates, Pairs, Rule, Write, identity
@@ -706,6 +705,7 @@ class Engine:
     ) -> None:
         self.model, self.slots, self.natural = model, tuple(slots), natural
         self.sizes = shapes(model, self.slots)
+        self.places = [differences.place_of(model, slot.name) for slot in self.slots]
         for slot in self.slots if natural else ():
             moments_of(model, slot.name)  # (raises where there are none)
         self.wiring = wire(
@@ -728,12 +728,7 @@ class Engine:
 
     def bases(self) -> list[LiveSlot]:
         """Every slot without differences: looked up once for many segments."""
-        found = []
-        for slot in self.slots:
-            layer = self.model.get_submodule(slot.name.rpartition(".")[0])
-            weight, transposed = weight_of(self.model, slot.name)
-            found.append(LiveSlot(weight, transposed, isinstance(layer, LevelLinear), []))
-        return found
+        return [place.slot() for place in self.places]
 
     def live(
         self,

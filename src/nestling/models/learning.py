@@ -106,17 +106,44 @@ def without_gradients(model: Any) -> Any:
     It shares the parameters' memory, so it follows their training; it is made anew when they are
     replaced (moved, cast, loaded into other memory). Sharded models are left as they are.
     """
-    if any(hasattr(module, "unshard") for module in model.modules()):
-        return model
     kept = _CONSTANTS.get(model)
-    now = [parameter.data_ptr() for parameter in model.parameters()]
-    if kept is None or kept[0] != now or kept[1].training != model.training:
-        kept = (now, _copy(model))
-        _CONSTANTS[model] = kept
-    return kept[1]
+    if kept is not None and kept.fits(model):
+        return kept.twin
+    if _sharded(model):
+        return model
+    kept = _CONSTANTS[model] = _Constants(model)
+    return kept.twin
 
 
-_CONSTANTS: WeakKeyDictionary[Any, tuple[list[int], Any]] = WeakKeyDictionary()
+class _Constants:
+    """A model's twin without gradients, and what tells whether it still is one.
+
+    The model itself is not kept, so that it can be forgotten.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.below = [module for module in model.modules() if module is not model]
+        self.twin = _copy(model)
+        self.made_of = self._signs(model)
+
+    def _signs(self, model: Any) -> list[Any]:
+        """Classes, parts and places in memory of all modules and their parameters."""
+        signs: list[Any] = [model.training]
+        for module in (model, *self.below):
+            signs += (type(module), *map(id, module._modules.values()))
+            signs += (p.data_ptr() for p in module._parameters.values() if p is not None)
+        return signs
+
+    def fits(self, model: Any) -> bool:
+        return self._signs(model) == self.made_of
+
+
+_CONSTANTS: WeakKeyDictionary[Any, _Constants] = WeakKeyDictionary()
+
+
+def _sharded(model: Any) -> list[Any]:
+    """The modules that FSDP2 has sharded."""
+    return [module for module in model.modules() if hasattr(type(module), "unshard")]
 
 
 def _copy(module: Any) -> Any:
@@ -180,10 +207,11 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
 
 
 def _learn(model: Any, request: Request) -> Result:
-    if request.meta is None and request.targets is None:
-        model = without_gradients(model)
+    only_reads = request.meta is None and request.targets is None
+    given, model = model, without_gradients(model) if only_reads else model
+    parts = _sharded(model) if model is given else []
     recompute = model.training and model.is_gradient_checkpointing
-    with torch.inference_mode(False), _no_recompute(model), _whole(model, request):
+    with torch.inference_mode(False), _no_recompute(model), _whole(parts, last=only_reads):
         engine, cache = engine_of(model), request.cache
         ids = request.ids.clone()
         groups = _groups(engine, request._replace(ids=ids))
@@ -467,17 +495,15 @@ def _no_recompute(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole(model: Any, request: Request) -> Iterator[None]:
+def _whole(parts: Sequence[Any], *, last: bool) -> Iterator[None]:
     """Whole weights, where FSDP2 has sharded them: every segment reads them, and so does the rule.
 
-    They are sharded again by the backward pass, or here when there will be none.
+    They are sharded again by the backward pass, or here when there will be none (`last`).
     """
-    parts = [module for module in model.modules() if hasattr(module, "unshard")]
     for part in parts:
         part.unshard()
     try:
         yield
     finally:
-        if request.targets is None and request.meta is None:
-            for part in parts:
-                part.reshard()
+        for part in parts if last else ():
+            part.reshard()
