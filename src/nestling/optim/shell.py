@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.optim import sharded
 from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_batched
 from nestling.rules import Gates, Rule, accumulate
@@ -29,15 +30,9 @@ OWN = ("step", "master", "follow")
 """State of the shell itself; everything else belongs to the rule."""
 
 
-def require(name: str, value: Any, allowed: bool, what: str) -> None:
-    """Refuse a hyperparameter with a message that says what is allowed."""
-    if not allowed:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
 def check_decays(name: str, values: Iterable[float]) -> None:
     """Refuse decays of moving averages outside [0, 1)."""
-    require(name, values, all(0.0 <= value < 1.0 for value in values), "in [0, 1)")
+    require(all(0.0 <= value < 1.0 for value in values), name, values, "in [0, 1)")
 
 
 def common(
@@ -72,7 +67,7 @@ def check_rate(lr: float | Tensor) -> None:
             "Tensor lr must be 1-element: lr must be a number, or a tensor of one element, got"
             f" {lr!r}"
         )
-    require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
+    require(bool(lr >= 0) and math.isfinite(lr), "lr", lr, "a finite number of at least 0")
 
 
 class ExactState(torch.optim.Optimizer):
@@ -153,12 +148,10 @@ class RuleOptimizer(ExactState, ABC):
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense. Concrete optimizers add their own."""
-        decay = group["weight_decay"]
+        decay, batched = group["weight_decay"], group["foreach"]
         check_rate(group["lr"])
-        require("weight_decay", decay, decay >= 0, "a number of at least 0")
-        require(
-            "foreach", group["foreach"], group["foreach"] in (None, True, False), "a bool or None"
-        )
+        require(decay >= 0, "weight_decay", decay, "a number of at least 0")
+        require(batched in (None, True, False), "foreach", batched, "a bool or None")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings (checked at once)."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.momentum import momentum
 from nestling.rules.size import rms
@@ -37,11 +38,8 @@ def polynomial(*coefficients: float) -> Callable[[Tensor], Tensor]:
 
     Odd powers with coefficients of at least 0, so it never turns a gradient's sign.
     """
-    if not coefficients or min(coefficients) < 0.0 or max(coefficients) <= 0.0:
-        raise ValueError(
-            "polynomial: coefficients must be at least 0 and not all 0 to keep the gradient's sign,"
-            f" got {coefficients}"
-        )
+    kept = min(coefficients, default=-1.0) >= 0.0 and max(coefficients) > 0.0  # the sign is
+    require(kept, "polynomial: coefficients", coefficients, "at least 0, and one of them above 0")
 
     def phi(grad: Tensor) -> Tensor:
         size = rms(grad)
@@ -56,8 +54,7 @@ def polynomial(*coefficients: float) -> Callable[[Tensor], Tensor]:
 
 def power(exponent: float) -> Callable[[Tensor], Tensor]:
     """`s sign(z) |z|^p` of `z = g / s` (Eq. 51): p = 1 is the gradient, p = 0 its sign."""
-    if not exponent >= 0.0:
-        raise ValueError(f"power: exponent must be at least 0, got {exponent}")
+    require(exponent >= 0.0, "power: exponent", exponent, "at least 0")
 
     def phi(grad: Tensor) -> Tensor:
         size = rms(grad)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory
 
 
@@ -45,8 +46,7 @@ def momentum(decay: float = 0.9, *, dampening: float = 0.0, nesterov: bool = Fal
 
     As in torch, the first gradient is taken whole. Nesterov looks ahead: `g + decay m`.
     """
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"momentum: decay must lie in [0, 1], got {decay!r}")
+    require(0.0 <= decay <= 1.0, "momentum: decay", decay, "in [0, 1]")
     if nesterov and dampening:
         raise ValueError(f"momentum: nesterov needs dampening 0, got {dampening!r}")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Rule, chain, factory, stateless
 from nestling.rules.size import rms
 
@@ -28,8 +29,7 @@ def nonlinear(
 
 def squash(strength: float = 1.0) -> Callable[[Tensor], Tensor]:
     """`s tanh(z / strength)` of `z = m / s`, s the root mean square: peaks are bounded (Eq. 52)."""
-    if not strength > 0.0:
-        raise ValueError(f"squash: strength must be positive, got {strength}")
+    require(strength > 0.0, "squash: strength", strength, "positive")
 
     def sigma(answer: Tensor) -> Tensor:
         size = rms(answer)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.files import (
     BrokenFileError,
     TensorFile,
@@ -80,8 +81,7 @@ def save_checkpoint(
     same step stays: resuming is exact, so it says the same.
     """
     world = world or World()
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1; got {keep}")
+    require(keep >= 1, "keep", keep, "at least 1")
     final = folder / f"step-{step:08d}"
     building = folder / f".{final.name}.building"
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from nestling.checks import one_of
+from nestling.checks import one_of, require
 from nestling.train.schedule import Schedule
 
 __all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get_recipe"]
@@ -98,21 +98,16 @@ class Recipe:
         for key, least, optional in _COUNTS:
             part, _, name = key.partition(".")
             value = getattr(getattr(self, part), name)
-            if (value is not None or not optional) and not value >= least:
-                raise ValueError(f"{key} must be at least {least}; got {value}")
-        optim = self.optim
-        if not 0 < optim.lr <= _MOST_RATE:
-            raise ValueError(f"optim.lr must be above 0 and at most {_MOST_RATE:g}; got {optim.lr}")
-        if optim.clip is not None and not (math.isfinite(optim.clip) and optim.clip > 0):
-            raise ValueError(
-                f"optim.clip must be a finite number above 0, or none; got {optim.clip}"
-            )
-        if not 0 <= optim.weight_decay < math.inf:
-            raise ValueError(
-                f"optim.weight_decay must be a finite number from 0; got {optim.weight_decay}"
-            )
-        if any(chunk < 1 for chunk in optim.chunks):
-            raise ValueError(f"optim.chunks must be at least 1 each; got {optim.chunks}")
+            none = value is None and optional
+            require(none or value >= least, key, value, f"at least {least}")
+        rate, clip, decay = self.optim.lr, self.optim.clip, self.optim.weight_decay
+        words = f"above 0 and at most {_MOST_RATE:g}"
+        require(0 < rate <= _MOST_RATE, "optim.lr", rate, words)
+        finite = clip is None or 0 < clip < math.inf
+        require(finite, "optim.clip", clip, "a finite number above 0, or none")
+        require(0 <= decay < math.inf, "optim.weight_decay", decay, "a finite number from 0")
+        chunks = self.optim.chunks
+        require(all(chunk >= 1 for chunk in chunks), "optim.chunks", chunks, "at least 1 each")
         for name in ("train", "valid"):
             if not all(getattr(self.data, name)) or not getattr(self.data, name):
                 raise ValueError(f"data.{name} must name at least one source")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nestling.checks import one_of
+from nestling.checks import one_of, require
 
 
 def constant(progress: float) -> float:
@@ -53,8 +53,7 @@ class Schedule:
                 f"need steps >= 1 and 0 <= warmup <= steps; got steps={self.steps},"
                 f" warmup={self.warmup}"
             )
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"floor must lie in [0, 1]; got {self.floor}")
+        require(0.0 <= self.floor <= 1.0, "floor", self.floor, "in [0, 1]")
 
     def __call__(self, step: int) -> float:
         """The multiplier of step `step`, counted from 0; never zero during warm-up."""

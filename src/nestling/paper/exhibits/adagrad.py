@@ -20,6 +20,7 @@ import math
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.adam import Moments
 from nestling.rules.core import Gates, Rule, State, Write
 from nestling.rules.momentum import accumulate
@@ -70,8 +71,8 @@ def adagrad_memory(beta1: float = 1.0, beta2: float = 1.0, *, eps: float = 1e-8)
     `eps` is added to H's eigenvalues. Do not differentiate through it while H has a null space:
     eigenvectors of repeated eigenvalues have no derivative.
     """
-    if not (beta1 > 0.0 and beta2 > 0.0):
-        raise ValueError(f"adagrad_memory: beta1 and beta2 must be positive, got {beta1}, {beta2}")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        require(beta > 0.0, f"adagrad_memory: {name}", beta, "positive")
 
     def init(weight: Tensor) -> Moments:
         size = weight.shape[-2] if weight.ndim > 1 else weight.numel()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.objectives import Matrix, Objective, l2
 from nestling.rules.core import Gates, Rule, State, Write, pairs
 
@@ -36,8 +37,7 @@ def omega(objective: Objective = l2, *, window: int = 4) -> Rule:
 
     `window=1` is `descent(objective)`, with `l2` DeltaNet. Keys are the write's `x`, values `u`.
     """
-    if window < 1:
-        raise ValueError(f"omega: window must be at least 1, got {window!r}")
+    require(window >= 1, "omega: window", window, "at least 1")
 
     def init(weight: Tensor) -> WindowState:
         *batch, rows, columns = weight.shape

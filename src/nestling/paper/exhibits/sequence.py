@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.objectives import dot, l2, oja
 from nestling.paper.exhibits.gd import argmin, descent, proximity
 from nestling.rules.core import Gates, Rule, Write, apply
@@ -96,10 +97,8 @@ def softmax_attention(context: Context, *, window: int | None = None) -> Tensor:
     It needs no training and forgets nothing (Eq. 62), or all but the last `window` pairs (Eq. 63).
     """
     keys, values, queries = context
-    if window is not None and window < 1:
-        raise ValueError(
-            f"softmax_attention: window must be at least 1, or None for all; got {window!r}"
-        )
+    allowed = window is None or window >= 1
+    require(allowed, "softmax_attention: window", window, "at least 1, or None for all")
     time = torch.arange(keys.shape[-2], device=keys.device)
     age = time.unsqueeze(-1) - time  # [T, T]
     visible = age >= 0 if window is None else (age >= 0) & (age < window)
