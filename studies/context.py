@@ -24,7 +24,7 @@ from studies import lm
 from studies.harness.models import kept_model, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_protocol, cells
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks import text
 from studies.tasks.reading import bare, short
@@ -138,15 +138,12 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it, on the models of `lm --quick`."""
     protocol = QUICK if quick else Protocol()
     arms = lm.study(quick).arms
-    return Study(
+    return by_protocol(
+        protocol,
+        {arm: lm.MODELS[arm].title for arm in arms},
+        make,
         name="context",
-        protocol=protocol,
         tasks=("0.3M",),
-        arms={arm: lm.MODELS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{}] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="seconds",
         page=page,
         page_name="context",

@@ -42,7 +42,7 @@ from studies.adapt.texts import Base, book
 from studies.adapt.tuned import Tuned, adamw, sgd
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_protocol, cells
 from studies.harness.tables import dots
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks.made_up import FORMS, made_up, passage
@@ -454,16 +454,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it on a model of 260,032 parameters."""
     protocol = QUICK if quick else Protocol()
     arms = {name: ARMS[name] for name in (("ours", "dynamic") if quick else ARMS)}
-    return Study(
+    return by_protocol(
+        protocol,
+        {name: arm.title for name, arm in arms.items()},
+        make,
         name="facts",
-        protocol=protocol,
         tasks=("made up", "books"),
         tuned_on={"books": "made up"},
-        arms={name: arm.title for name, arm in arms.items()},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
         settings={name: arm.variants[: 1 if quick else None] for name, arm in arms.items()},
-        make=lambda job, context: make(job, context, protocol),
         judged="judged",
         lower=True,
         page=page,

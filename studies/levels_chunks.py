@@ -23,7 +23,7 @@ from studies import default
 from studies.harness.models import keep_model, kept_model
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Cell, Context, Job, Study, cells
+from studies.harness.study import Cell, Context, Job, Study, by_rate, cells
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, percent, verdict
 from studies.tasks.long import Curriculum, Stage, learn, letters, mixed, needles, spread
 from studies.tasks.reading import SampleCounts, score_of, train_and_read
@@ -208,18 +208,14 @@ def study(quick: bool = False) -> Study:
     every = {**ARMS, **CONTROLS}
     names = ("1 to 512", "2 to 512", "only 256") if quick else tuple(every)
     tuned = "1 to 512"
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: _title(every[arm]) for arm in names},
+        make,
         name="levels_chunks",
-        protocol=protocol,
         tasks=("recall",),
-        arms={arm: _title(every[arm]) for arm in names},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={tuned: [{"rate": rate} for rate in protocol.rates]},
         borrowed={arm: tuned for arm in names if arm != tuned},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="levels_chunks",
         needs=("seconds", "parameters", "loss"),
