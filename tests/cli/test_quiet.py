@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nestling.cli.quiet import quiet
+from nestling.cli.options import quiet
 
 
 def test_nobody_is_heard_within_and_everybody_after(capfd):

@@ -7,12 +7,11 @@ import torch
 
 from nestling import rules
 from nestling.objectives import dot, l2, lp, oja
-from nestling.paper.exhibits.adagrad import adagrad_memory
-from nestling.paper.exhibits.adam import adam_literal
+from nestling.paper.exhibits.adam import adagrad_memory, adam_literal
 from nestling.paper.exhibits.gd import descent
 from nestling.paper.exhibits.momentum import generalised_momentum
-from nestling.paper.exhibits.omega import omega
 from nestling.paper.exhibits.precondition import precondition, preconditioned_momentum
+from nestling.paper.exhibits.sequence import omega
 from nestling.rules.core import Gates, Write, apply
 from nestling.rules.momentum import accumulate
 

@@ -203,7 +203,7 @@ def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, 
 
 def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot run, before anything is made or written."""
-    names = [level.name for level in _config(recipe, {}).memory_levels]
+    names = [level.name for level in configuration(recipe).memory_levels]
     grow = recipe.model.grow
     if grow and len(grow) != len(names):
         raise ValueError(
@@ -225,7 +225,7 @@ def check(recipe: Recipe) -> None:
         Corpus(source=source).check()
 
 
-def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
+def configuration(recipe: Recipe, **fields: Any) -> Any:
     """The model's configuration: the preset, the tokenizer's `fields`, and the recipe's own."""
     from nestling.models import presets
 
@@ -268,7 +268,7 @@ def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
             f" {encoder.vocab_size}"
         )
     torch.manual_seed(recipe.run.seed)
-    config = _config(recipe, fields)
+    config = configuration(recipe, **fields)
     if recipe.model.start is None:
         return NestlingForCausalLM(config)
     return load_start(recipe.model.start, config)
