@@ -11,11 +11,11 @@ from torch import Tensor
 from nestling.checks import require
 from nestling.optim.batch import Item
 from nestling.optim.inputs import Capture, require_capture
-from nestling.optim.sharded import is_sharded
 from nestling.optim.shell import Group, RuleOptimizer, check_decays, common
 from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.dgd import dgd_factors
+from nestling.shards import is_sharded
 
 
 class DGD(RuleOptimizer):

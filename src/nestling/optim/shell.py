@@ -23,6 +23,7 @@ from nestling.checks import require
 from nestling.optim import sharded
 from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_batched
 from nestling.rules import Gates, Rule, accumulate, chain
+from nestling.shards import local
 from nestling.tree import tree_dict
 
 Group = Mapping[str, Any]
@@ -282,13 +283,13 @@ class RuleOptimizer(ExactState, ABC):
         decay = self.follow(group)
         if not decay:
             return direction
-        memory = sharded.local(self.state[parameter]["follow"])
+        memory = local(self.state[parameter]["follow"])
         memory.copy_(accumulate(memory, direction, retain=decay, rate=1.0))
         return memory
 
     def _take(self, parameter: Tensor, direction: Tensor, gates: Gates) -> None:
         """`weight <- retain * weight - rate * direction`, rounded once to the parameter's dtype."""
-        weight = sharded.local(self.state[parameter].get("master", parameter))
+        weight = local(self.state[parameter].get("master", parameter))
         if weight.dtype == direction.dtype:
             _descend_(weight, direction, gates)
         else:
@@ -296,7 +297,7 @@ class RuleOptimizer(ExactState, ABC):
             _descend_(exact, direction, gates)
             weight.copy_(exact)
         if "master" in self.state[parameter]:
-            sharded.local(parameter).copy_(weight)
+            local(parameter).copy_(weight)
 
     def _keep(self, parameter: Tensor, result: StepResult) -> None:
         """Keep the new state, in memory and layout of its own."""

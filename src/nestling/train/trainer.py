@@ -27,6 +27,7 @@ from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
+from nestling.shards import full, local
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -639,15 +640,14 @@ def _warn_of_bf16(progress: Progress) -> None:
 
 def _finite(model: nn.Module) -> bool:
     """True if every weight this process holds is finite; one transfer tells."""
-    weights: Iterator[Any] = model.parameters()
-    local = [p.to_local() if hasattr(p, "device_mesh") else p for p in weights]
-    sizes = [p.detach().abs().amax() for p in local if p.numel()]
+    held = [local(p).detach() for p in model.parameters()]
+    sizes = [part.abs().amax() for part in held if part.numel()]
     return not sizes or bool(torch.stack([size.float() for size in sizes]).isfinite().all())
 
 
 def _norm(model: nn.Module, clip: float | None) -> float:
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return float(full(norm))
 
 
 _FACTS = {
