@@ -43,7 +43,7 @@ from studies.adapt.tuned import Tuned, adamw, sgd
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, by_protocol, cells
-from studies.harness.tables import dots
+from studies.harness.tables import dots, unfinished
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks.made_up import FORMS, made_up, passage
 
@@ -347,8 +347,6 @@ def rises(texts: Texts, share: float) -> dict[tuple[str, int], float]:
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
     """Findings, the table of rises, recall before and after, every text."""
     found, protocol = by_text(runs), study.protocol
-    wanted = len(study.arms) * len(study.tasks) * len(study.seeds)
-    done = sum(map(len, found.values()))
     middle = protocol.shares[1]
     means = {
         study.arms[arm]: interval(list(each.values()))
@@ -359,7 +357,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         title="Facts of short texts: recalled, and at what cost (study C)",
         command="python -m studies facts",
         findings=_findings(study, found),
-        limits=[*([f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []), *LIMITS],
+        limits=[*unfinished(study, cells(runs)), *LIMITS],
         protocol=protocol,
         picture=dots(means, f"rise of the old loss at {middle:.0%} of the facts"),
         caption="Rise of the old loss where three quarters of the questions are answered",

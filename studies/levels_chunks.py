@@ -24,6 +24,7 @@ from studies.harness.models import keep_model, kept_model
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Context, Job, Study, by_rate, cells
+from studies.harness.tables import unfinished
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, percent, verdict
 from studies.tasks.long import Curriculum, Stage, learn, letters, mixed, needles, spread
 from studies.tasks.reading import SampleCounts, score_of, train_and_read
@@ -182,14 +183,11 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
                     for name in names
                 ]
                 drawn.append(Line(f"{task}, slowest {slowest}", range(1, COUNT + 1), y))
-    wanted = len(study.arms) * len(study.seeds)
-    done = sum(len(cell.runs) for cell in mine.values())
-    unfinished = [f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []
     return Page(
         title="How many levels, how slow",
         command="python -m studies levels_chunks",
         findings=said or [f"Nothing is claimed: no arm has {ENOUGH} seeds beside its control."],
-        limits=[*unfinished, *LIMITS],
+        limits=[*unfinished(study, found), *LIMITS],
         protocol=study.protocol,
         picture=lines(drawn, x="levels that learn", y="% right") if drawn else "",
         caption="Share right against the number of learning levels",
