@@ -1,4 +1,4 @@
-"""What the tests of the door are worth: each guard is taken out, and its test must fail.
+"""The worth of the tests of the door: each guard is taken out, and its test must fail.
 
     python benchmarks/breaks.py                 # every guard
     python benchmarks/breaks.py --point 1 7     # those of some points
@@ -270,7 +270,7 @@ THEIRS = (  # imported once; each test runs in a fork that imports only ours
 
 
 def standing(one: Break, root: Path = ROOT) -> str:
-    """What is wrong with an entry: its guard must stand once, and its test must exist."""
+    """The fault of an entry, or nothing: its guard must stand once, and its test must exist."""
     if (count := (root / one.file).read_text().count(one.guard)) != 1:
         return f"{one.file}: {one.guard!r} stands there {count} times"
     file, _, name = one.test.partition("::")

@@ -1,4 +1,4 @@
-"""What a pretrained model recalls of short texts, and what it forgets for that (study C).
+"""Short texts that a pretrained model learns: how much it recalls, and forgets for it (study C).
 
     python -m studies facts             run what is missing, write docs/results/facts.md
 
@@ -289,7 +289,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
 def later(
     job: Job, context: Context, protocol: Protocol, base: Base, mine: Asked, points: list[Run]
 ) -> Run:
-    """What is left of a text after others."""
+    """Recall and losses of a text after others were learned."""
     enough = [p for p in points if p["recall"] >= 0.75]
     chosen = enough[0] if enough else max(points, key=lambda p: p["recall"])
     arm = ARMS[job.arm]

@@ -1,4 +1,4 @@
-"""What is kept: a text, then another one, then the first goes on (A, B, A').
+"""How much of a text is kept: it is read, then another one, then it goes on (A, B, A').
 
     python -m studies kept              run what is missing, write docs/results/kept.md
 

@@ -1,4 +1,4 @@
-"""What other libraries say on standard error is held back; errors are not."""
+"""Words of other libraries on standard error are held back; errors are not."""
 
 from __future__ import annotations
 

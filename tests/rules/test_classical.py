@@ -1,4 +1,4 @@
-"""What all classical rules have in common: purity, batches, gradients, precision, refusals."""
+"""Properties of all classical rules: purity, batches, gradients, precision, refusals."""
 
 from __future__ import annotations
 

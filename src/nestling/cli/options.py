@@ -1,4 +1,4 @@
-"""What several commands share: options, the model by name, silence for other libraries."""
+"""Parts that several commands share: options, a model by name, silence of other libraries."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_some_labels_stay_and_the_others_move():
 
 
 def test_two_levels_keep_what_stays_and_follow_what_moves():
-    """What the study measures, on clouds: the sum of both is more than one level reaches."""
+    """On clouds, two levels together reach more than one does, as the study measures it."""
     draw = torch.Generator().manual_seed(2)
     centres, y = torch.randn(12, 8, generator=draw), torch.arange(12).repeat(60)
     x = centres[y] + 0.2 * torch.randn(len(y), 8, generator=draw)
