@@ -1,7 +1,7 @@
 """M3, Muon and AdaMuon: hidden matrices are orthogonalised, everything else takes AdamW.
 
-Which is which, `labels` says; a group without `orthogonal` keeps the answer for each of its
-parameters under "hidden". AdamW's share of such a group steps with `lr` times `adam_scale`, which
+`labels` tells them apart; a group without `orthogonal` keeps the answer for each of its parameters
+under "hidden". AdamW's share of such a group steps with `lr` times `adam_scale`, which
 is `adam_lr / lr` as they were given, so that schedulers scale both.
 """
 

@@ -444,7 +444,7 @@ class Trainer:
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
 
     def save(self) -> bool:
-        """Write a checkpoint, each process its share; False if there is nothing good to save.
+        """Write a checkpoint, each process its share; False if nothing is fit to be saved.
 
         After a bad step nothing is saved; weights that are not finite, or from which no step can
         be taken, end the run. The last good checkpoint stays what it was.
