@@ -1,4 +1,4 @@
-"""What the tests of the door are worth: each guard is taken out, and its test must fail.
+"""The worth of the tests of the door: each guard is taken out, and its test must fail.
 
     python benchmarks/breaks.py                 # every guard
     python benchmarks/breaks.py --point 1 7     # those of some points
@@ -102,9 +102,9 @@ BREAKS = [
     Break(4, "src/nestling/adaptation/memory_files.py",
           "or ids.dtype != torch.int64 or ids.dim() != rows", "",
           T + "test_a_memory_with_texts_that_are_none_is_refused"),
-    Break(5, RECIPE, "if optim.clip is not None and not (", "if False and not (",
+    Break(5, RECIPE, "clip is None or 0 < clip < math.inf", "True",
           L + "test_mistakes_get_one_clear_line"),
-    Break(5, RECIPE, "if not 0 < optim.lr <= _MOST_RATE:", "if False:",
+    Break(5, RECIPE, "require(0 < rate <= _MOST_RATE,", "require(True,",
           L + "test_mistakes_get_one_clear_line"),
     Break(5, TRAINER, "if self.memory.bad:\n            return", "if False:\n            return",
           L + "test_a_poisoned_loss_changes_nothing_and_stops_the_run"),
@@ -255,7 +255,7 @@ BREAKS = [
           "tests/cli/test_tune.py::test_mistakes_are_told_before_any_work"),
     Break(11, RECIPE, 'if text.count("[") + text.count("{") <= 200 else text', "",
           L + "test_mistakes_get_one_clear_line"),
-    Break(11, RECIPE, "and not value >= least:", "and False:",
+    Break(11, RECIPE, "none or value >= least", "True",
           L + "test_mistakes_get_one_clear_line"),
     Break(12, FILES, "os.O_RDWR | os.O_CREAT | _OPEN, 0o600", "os.O_RDWR | os.O_CREAT, 0o644",
           F + "test_files_are_their_owners_only"),
@@ -270,7 +270,7 @@ THEIRS = (  # imported once; each test runs in a fork that imports only ours
 
 
 def standing(one: Break, root: Path = ROOT) -> str:
-    """What is wrong with an entry: its guard must stand once, and its test must exist."""
+    """The fault of an entry, or nothing: its guard must stand once, and its test must exist."""
     if (count := (root / one.file).read_text().count(one.guard)) != 1:
         return f"{one.file}: {one.guard!r} stands there {count} times"
     file, _, name = one.test.partition("::")

@@ -1,4 +1,4 @@
-"""What a sharded checkpoint costs each process in memory, against the share of the states it holds.
+"""The memory a sharded checkpoint takes in each process, against the share of states it holds.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoints.py
     torchrun --nproc-per-node 4 benchmarks/checkpoints.py --width 1024 --layers 24

@@ -92,7 +92,7 @@ def arms_of(
 
 
 def check(model, ids: torch.Tensor, chunk: int) -> None:
-    """What is measured is right: the gradient of the first chunk is the one autograd finds."""
+    """Check what is measured: the gradient of the first chunk is the one autograd finds."""
     continuum = continuum_of(model, chunk, 1, None)
     name = continuum.slots[-1].name
     out = continuum(ids[:, : chunk + 1], learn=True)
@@ -123,7 +123,7 @@ def megabytes(tree: object) -> float:
 
 
 def memory_of(continuum: Continuum, ids: torch.Tensor) -> str:
-    """What one user's memory takes, learned part and unfinished chunk apart."""
+    """The bytes of one user's memory, learned part and unfinished chunk apart."""
     state = continuum(ids, keep_logits=False).state
     learned = sum(megabytes(level.fast) for level in state.levels)
     waiting = sum(megabytes(level.sums) for level in state.levels)
@@ -183,7 +183,7 @@ def inside_model(chunk: int) -> NestlingForCausalLM:
 
 
 def check_inside(ids: torch.Tensor) -> None:
-    """What is measured is right: with one segment the gradients are those of plain training."""
+    """Check what is measured: with one segment the gradients are those of plain training."""
     model = inside_model(2 * ids.shape[1]).train()
     found = []
     for learn in (False, True):

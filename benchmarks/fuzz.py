@@ -614,7 +614,7 @@ def run(reader: Reader, randoms: int, crafts: int, seed: int, folder: Path) -> C
 
 @contextlib.contextmanager
 def silent() -> Any:
-    """What other packages say about broken files is not shown."""
+    """Hide what other packages say about broken files."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What the training loop costs beside the bare model step, and the efficiency of two processes.
+"""The cost of the training loop beside the bare model step, and the efficiency of two processes.
 
 python benchmarks/loop.py [--part loop | --part processes]
 """

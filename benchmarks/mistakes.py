@@ -228,7 +228,7 @@ def listing(folder: Path) -> dict[str, int]:
 
 
 def wrong(code: int, out: str, err: str, changed: bool) -> str:
-    """What is wrong with how a line ended; empty if all is right."""
+    """The fault in how a line ended; empty if there is none."""
     if code != 2:
         return f"exit code {code}: {(err or out).strip().splitlines()[-1:]}"
     if len(err.splitlines()) != 1 or not err.startswith("nestling"):

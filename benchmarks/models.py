@@ -109,7 +109,7 @@ def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> boo
 
 
 def _products(model: NestlingForCausalLM, batch: int, tokens: int) -> list[Product]:
-    """What a training step cannot do without: its linear layers, and its scan or its scores."""
+    """The products a training step needs: its linear layers, and its scan or its scores."""
     head = SIZE.width // SIZE.heads
     sequences = batch * SIZE.heads * SIZE.layers
     if isinstance(model.model.layers[0].mixer, Attention):

@@ -49,6 +49,7 @@ class Mutant(NamedTuple):
 
 
 NOT_ARITHMETIC = 4
+CHECKS = ("require", "one_of", "whole_number")  # of `nestling.checks`: they compute nothing
 
 
 def wrong_versions(symbol) -> list[Mutant]:
@@ -83,11 +84,13 @@ def _code(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
                 continue
+            if isinstance(child, ast.Call) and getattr(child.func, "id", None) in CHECKS:
+                continue
             yield from _code(child)
 
 
 def _changes(node: ast.AST, switches: set[str]) -> Iterator[tuple[int, str, ast.AST]]:
-    """What can be wrong about one node: rank (0 first), words, and the wrong node.
+    """The mistakes one node can have: rank (0 first), words, and the wrong node.
 
     switches: arguments that are True or False.
     """
@@ -178,7 +181,7 @@ def put_in(mutant: Mutant) -> bool:
 
 
 def outcome(mutant: Mutant | None, tests: Sequence[str]) -> str:
-    """What the tests say of a mutant (None: of the code as it is), in a process of its own."""
+    """The tests' verdict on a mutant (None: on the code as it is), in a process of its own."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

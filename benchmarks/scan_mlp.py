@@ -98,7 +98,7 @@ def step(name: str, batch: int = BATCH) -> Callable[[], None]:
 
 
 def features_products(batch: int) -> list[common.Product]:
-    """What the layer with features cannot do without: its layers, the features, the delta rule."""
+    """The products the layer with features needs: its layers, the features, the delta rule."""
     width, tokens = DIM // HEADS, batch * TOKENS
     layers = common.Product(1, tokens, DIM, DIM, 3 * 4)
     features = common.Product(batch * HEADS, TOKENS, width, EXPAND * width, 3 * 2)

@@ -29,7 +29,7 @@ LIMITS = {"layer": (10, 12), "update": (9, None)}
 
 
 class Way(NamedTuple):
-    """What a call went through."""
+    """The files a call went through, and how deep."""
 
     files: tuple[str, ...]
     depth: int

@@ -100,7 +100,7 @@ def poison(learner: Any, mine: Tensor, rng: random.Random) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """What one poisoned stream did."""
+    """The effect of one poisoned stream."""
 
     how: str  # harmless, refused, undone, rolled back
     before: float

@@ -8,13 +8,12 @@ row differs from the first in one thing only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from studies import default, lm
-from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study
+from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
 
 ARMS = {name: default.ARMS[name] for name in ("hope", "hope_printed")} | default.ABLATIONS
@@ -39,35 +38,30 @@ LIMITS = (
 )
 
 
-def page(study: Study, runs: Mapping[str, Run]) -> Page:
-    """Findings and tables."""
-    loss = Measure(name="valid", title="validation loss, nats per byte", higher=False)
-    title = "Ablations of Hope (Table 6)"
-    return table_page(study, runs, title=title, measures=(loss,), limits=LIMITS)
+def make(job: Job, context: Context, protocol: Protocol) -> Run:
+    """Train one model, and judge it by its validation loss."""
+    model, run = lm.trained(job, context, protocol, ARMS[job.arm], lm.SIZES["0.3M"])
+    return run | {"valid": lm.validated(model, context, protocol)}
+
+
+LOSS = Measure(name="valid", title="validation loss, nats per byte", higher=False)
 
 
 def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = list(ARMS)[:3] if quick else list(ARMS)
-
-    def make(job: Job, context: Context) -> Run:
-        model, run = lm.trained(job, context, protocol, ARMS[job.arm], lm.SIZES["0.3M"])
-        return run | {"valid": lm.validated(model, context, protocol)}
-
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: ARMS[arm].title for arm in arms},
+        make,
         name="ablations",
-        protocol=protocol,
         tasks=("0.3M",),
-        arms={arm: ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={"hope": [{"rate": rate} for rate in protocol.rates]},
         borrowed={arm: "hope" for arm in arms if arm != "hope"},
-        make=make,
         judged="valid",
-        lower=True,
-        page=page,
+        page=partial(
+            table_page, title="Ablations of Hope (Table 6)", measures=(LOSS,), limits=LIMITS
+        ),
         page_name="ablations",
         needs=("seconds", "valid", "parameters"),
     )

@@ -24,7 +24,8 @@ from studies import lm
 from studies.harness.models import kept_model, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
+from studies.harness.study import Context, Job, Study, by_protocol, cells
+from studies.harness.tables import unfinished
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks import text
 from studies.tasks.reading import bare, short
@@ -121,12 +122,11 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
     wide = max((len(row) for row in rows), default=1)
     rows = [(*row, *("-",) * (wide - len(row))) for row in rows]
     head = ["", *map(short, study.protocol.lengths)]
-    missing = len(study.arms) * len(study.seeds) - sum(len(cell.runs) for cell in found.values())
     return Page(
         title="Loss against the length of the context",
         command="python -m studies context",
         findings=said or [f"Nothing is claimed: no arm has {ENOUGH} seeds."],
-        limits=[*([f"**Unfinished**: {missing} runs are missing."] if missing else []), *LIMITS],
+        limits=[*unfinished(study, found), *LIMITS],
         protocol=study.protocol,
         picture=lines(drawn, x="bytes of context", y="loss (nats per byte)", log_x=True),
         caption="Loss against the length of the context",
@@ -138,15 +138,12 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it, on the models of `lm --quick`."""
     protocol = QUICK if quick else Protocol()
     arms = lm.study(quick).arms
-    return Study(
+    return by_protocol(
+        protocol,
+        {arm: lm.MODELS[arm].title for arm in arms},
+        make,
         name="context",
-        protocol=protocol,
         tasks=("0.3M",),
-        arms={arm: lm.MODELS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{}] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="seconds",
         page=page,
         page_name="context",

@@ -9,8 +9,8 @@ without, or the last layer alone, by the delta rule on what the first makes of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from nestling.models import presets
 from studies import default
-from studies.harness.command import run_study
-from studies.harness.loop import cosine, train
+from studies.harness.loop import descend
 from studies.harness.models import IGNORE, parameters, state_size
-from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study
+from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
 from studies.tasks import text
 from studies.tasks.recall import mqar
@@ -45,7 +43,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What was fixed before the first run."""
+    """The settings that were fixed before the first run."""
 
     language_steps: int = 60
     length: int = 1024
@@ -97,7 +95,7 @@ def batch(job: Job, context: Context, protocol: Protocol, step: int) -> tuple[Te
 
 
 def held_out(job: Job, context: Context, protocol: Protocol) -> tuple[Tensor, Tensor]:
-    """What a trained model is asked: the same for all arms and seeds."""
+    """The held-out tokens and what they are to predict: the same for all arms and seeds."""
     if job.task == "language":
         valid = text.corpus(context.data).valid
         ids = text.windows(valid, protocol.valid_windows, protocol.length, seed=7)
@@ -130,20 +128,15 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
     torch.manual_seed(job.seed)
     made: Any = default.build(ARMS[job.arm], SIZES[job.task])
     inner = getattr(made, "model", made).train()
-    groups = [
-        {"params": [p for p in inner.parameters() if p.dim() > 1]},
-        {"params": [p for p in inner.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=job.setting["rate"], betas=protocol.betas, weight_decay=protocol.weight_decay
-    )
-    done = train(
-        [made],
+    done = descend(
+        made,
         lambda step: loss_of(inner, *batch(job, context, protocol, step)),
-        optimizer,
+        job,
+        context,
         steps=protocol.steps(job.task, trial=job.trial),
-        schedule=cosine(),
-        save=context.scratch,
+        decay=protocol.weight_decay,
+        betas=protocol.betas,
+        vectors=False,
     )
     loss, right = asked(inner.eval(), *held_out(job, context, protocol))
     return {
@@ -164,36 +157,29 @@ LIMITS = (
 )
 
 
-def page(study: Study, runs: Mapping[str, Run]) -> Page:
-    """Findings and tables."""
-    loss = Measure(name="loss", title="held-out loss, nats", higher=False)
-    right = Measure(name="right", title="predicted rightly, %", higher=True, share=True)
-    title = "Titans: both layers of the memory learn, or the last one"
-    return table_page(
-        study, runs, title=title, measures=(loss, right), limits=LIMITS, hero="features"
-    )
+MEASURES = (
+    Measure(name="loss", title="held-out loss, nats", higher=False),
+    Measure(name="right", title="predicted rightly, %", higher=True, share=True),
+)
 
 
 def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: model.title for arm, model in ARMS.items()},
+        make,
         name="deep_memory",
-        protocol=protocol,
         tasks=tuple(SIZES),
-        arms={arm: model.title for arm, model in ARMS.items()},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in ARMS},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
-        page=page,
+        page=partial(
+            table_page,
+            title="Titans: both layers of the memory learn, or the last one",
+            measures=MEASURES,
+            limits=LIMITS,
+            hero="features",
+        ),
         page_name="deep_memory",
         needs=("seconds", "parameters", "loss", "right"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and run."""
-    return run_study(study, __doc__ or "", arguments)

@@ -42,7 +42,7 @@ FREE = frozenset(
         "eos_token_id",
     }
 )
-"""What a study may choose."""
+"""The fields that a study may choose."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a pretrained model recalls of short texts, and what it forgets for that (study C).
+"""Short texts that a pretrained model learns: how much it recalls, and forgets for it (study C).
 
     python -m studies facts             run what is missing, write docs/results/facts.md
 
@@ -42,8 +42,8 @@ from studies.adapt.texts import Base, book
 from studies.adapt.tuned import Tuned, adamw, sgd
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
-from studies.harness.tables import dots
+from studies.harness.study import Context, Job, Study, by_protocol, cells
+from studies.harness.tables import dots, unfinished
 from studies.harness.verdict import ENOUGH, interval, show, verdict
 from studies.tasks.made_up import FORMS, made_up, passage
 
@@ -289,7 +289,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
 def later(
     job: Job, context: Context, protocol: Protocol, base: Base, mine: Asked, points: list[Run]
 ) -> Run:
-    """What is left of a text after others."""
+    """Recall and losses of a text after others were learned."""
     enough = [p for p in points if p["recall"] >= 0.75]
     chosen = enough[0] if enough else max(points, key=lambda p: p["recall"])
     arm = ARMS[job.arm]
@@ -347,8 +347,6 @@ def rises(texts: Texts, share: float) -> dict[tuple[str, int], float]:
 def page(study: Study, runs: Mapping[str, Run]) -> Page:
     """Findings, the table of rises, recall before and after, every text."""
     found, protocol = by_text(runs), study.protocol
-    wanted = len(study.arms) * len(study.tasks) * len(study.seeds)
-    done = sum(map(len, found.values()))
     middle = protocol.shares[1]
     means = {
         study.arms[arm]: interval(list(each.values()))
@@ -359,7 +357,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         title="Facts of short texts: recalled, and at what cost (study C)",
         command="python -m studies facts",
         findings=_findings(study, found),
-        limits=[*([f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []), *LIMITS],
+        limits=[*unfinished(study, cells(runs)), *LIMITS],
         protocol=protocol,
         picture=dots(means, f"rise of the old loss at {middle:.0%} of the facts"),
         caption="Rise of the old loss where three quarters of the questions are answered",
@@ -454,16 +452,14 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it on a model of 260,032 parameters."""
     protocol = QUICK if quick else Protocol()
     arms = {name: ARMS[name] for name in (("ours", "dynamic") if quick else ARMS)}
-    return Study(
+    return by_protocol(
+        protocol,
+        {name: arm.title for name, arm in arms.items()},
+        make,
         name="facts",
-        protocol=protocol,
         tasks=("made up", "books"),
         tuned_on={"books": "made up"},
-        arms={name: arm.title for name, arm in arms.items()},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
         settings={name: arm.variants[: 1 if quick else None] for name, arm in arms.items()},
-        make=lambda job, context: make(job, context, protocol),
         judged="judged",
         lower=True,
         page=page,

@@ -11,19 +11,18 @@ chosen by the lengths that are reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from nestling.models import presets
 from studies import default
-from studies.harness.loop import cosine, train
+from studies.harness.loop import descend
 from studies.harness.models import IGNORE, parameters, predict, weighted
-from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study
+from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
 from studies.tasks.formal import BIN0, BIN1, LANGUAGES, Language, Strings, score, strings
 from studies.tasks.regular import LONG, REGULAR, SHORT
@@ -89,13 +88,8 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
         targets = data.targets[rows]
         return weighted(model(data.tokens[rows]), targets, (targets != IGNORE).float())
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=job.setting["rate"], weight_decay=protocol.weight_decay
-    )
     steps = protocol.longer_steps if job.task in protocol.longer else protocol.steps
-    done = train(
-        [model], loss, optimizer, steps=steps, schedule=cosine(end=0.02), save=context.scratch
-    )
+    done = descend(model, loss, job, context, steps=steps, decay=protocol.weight_decay, end=0.02)
     run: Run = {"parameters": parameters(model), "loss": done.last(), "seconds": done.seconds}
     for name, window in (("short", short), ("long", long)):
         run[name], run[f"{name} positions"] = tested(model, language, window, job.seed, protocol)
@@ -117,31 +111,30 @@ LIMITS = (
 )
 
 
-def page(study: Study, runs: Mapping[str, Run]) -> Page:
-    """Findings and tables."""
-    measures = (
-        Measure(name="long", title="right beyond the trained length, %", higher=True, share=True),
-        Measure(name="short", title="right at trained lengths, %", higher=True, share=True),
-    )
-    title = "State tracking (Table 5) and length generalisation"
-    return table_page(study, runs, title=title, measures=measures, limits=LIMITS)
+MEASURES = (
+    Measure(name="long", title="right beyond the trained length, %", higher=True, share=True),
+    Measure(name="short", title="right at trained lengths, %", higher=True, share=True),
+)
 
 
 def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("hope", "deltanet") if quick else tuple(ARMS)
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: ARMS[arm].title for arm in arms},
+        make,
         name="formal",
-        protocol=protocol,
         tasks=("parity", "modular arithmetic") if quick else tuple(TASKS),
-        arms={arm: ARMS[arm].title for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="judged",
-        page=page,
+        lower=False,
+        page=partial(
+            table_page,
+            title="State tracking (Table 5) and length generalisation",
+            measures=MEASURES,
+            limits=LIMITS,
+        ),
         page_name="state_tracking",
         needs=("seconds", "parameters", "long"),
     )

@@ -1,4 +1,4 @@
-"""What is kept: a text, then another one, then the first goes on (A, B, A').
+"""How much of a text is kept: it is read, then another one, then it goes on (A, B, A').
 
     python -m studies kept              run what is missing, write docs/results/kept.md
 
@@ -26,7 +26,7 @@ from studies import levels
 from studies.harness.models import parameters, switched
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Cell, Context, Job, Study, cells
+from studies.harness.study import Cell, Context, Job, Study, by_protocol, cells
 from studies.harness.tables import Measure, table_page
 from studies.harness.verdict import interval, judged, paired, show
 from studies.tasks import text
@@ -224,15 +224,12 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol(training=levels.Protocol())
     arms = ("hope", "transformer") if quick else tuple(ARMS)
-    return Study(
+    return by_protocol(
+        protocol,
+        {arm: ARMS[arm] for arm in arms},
+        make,
         name="kept",
-        protocol=protocol,
         tasks=("books",),
-        arms={arm: ARMS[arm] for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={arm: [{}] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="kept",
         page=page,
         page_name="kept",

@@ -23,7 +23,8 @@ from studies import default
 from studies.harness.models import keep_model, kept_model
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Cell, Context, Job, Study, cells
+from studies.harness.study import Cell, Context, Job, Study, by_rate, cells
+from studies.harness.tables import unfinished
 from studies.harness.verdict import ENOUGH, PLACE, interval, paired, percent, verdict
 from studies.tasks.long import Curriculum, Stage, learn, letters, mixed, needles, spread
 from studies.tasks.reading import SampleCounts, score_of, train_and_read
@@ -182,14 +183,11 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
                     for name in names
                 ]
                 drawn.append(Line(f"{task}, slowest {slowest}", range(1, COUNT + 1), y))
-    wanted = len(study.arms) * len(study.seeds)
-    done = sum(len(cell.runs) for cell in mine.values())
-    unfinished = [f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []
     return Page(
         title="How many levels, how slow",
         command="python -m studies levels_chunks",
         findings=said or [f"Nothing is claimed: no arm has {ENOUGH} seeds beside its control."],
-        limits=[*unfinished, *LIMITS],
+        limits=[*unfinished(study, found), *LIMITS],
         protocol=study.protocol,
         picture=lines(drawn, x="levels that learn", y="% right") if drawn else "",
         caption="Share right against the number of learning levels",
@@ -208,18 +206,14 @@ def study(quick: bool = False) -> Study:
     every = {**ARMS, **CONTROLS}
     names = ("1 to 512", "2 to 512", "only 256") if quick else tuple(every)
     tuned = "1 to 512"
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: _title(every[arm]) for arm in names},
+        make,
         name="levels_chunks",
-        protocol=protocol,
         tasks=("recall",),
-        arms={arm: _title(every[arm]) for arm in names},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
-        settings={tuned: [{"rate": rate} for rate in protocol.rates]},
         borrowed={arm: tuned for arm in names if arm != tuned},
-        make=lambda job, context: make(job, context, protocol),
         judged="loss",
-        lower=True,
         page=page,
         page_name="levels_chunks",
         needs=("seconds", "parameters", "loss"),

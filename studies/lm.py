@@ -21,7 +21,7 @@ from torch import Tensor
 from nestling.models import presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.loop import cosine, train
+from studies.harness.loop import descend
 from studies.harness.models import (
     keep_model,
     kept_facts,
@@ -118,20 +118,14 @@ def trained(
     torch.manual_seed(job.seed)
     made: Any = default.build(model, size)
     inner = made.model.train()
-    groups = [
-        {"params": [p for p in inner.parameters() if p.dim() > 1]},
-        {"params": [p for p in inner.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=job.setting["rate"], betas=protocol.betas, weight_decay=protocol.weight_decay
-    )
 
     def loss(step: int) -> Tensor:
         place = 1_000_003 * (job.seed + 1) + step
         return loss_of(inner, text.windows(seen, protocol.rows, protocol.length, place))
 
     steps = protocol.steps(size, trial=job.trial) if steps is None else steps
-    done = train([made], loss, optimizer, steps=steps, schedule=cosine(), save=context.scratch)
+    decay = {"decay": protocol.weight_decay, "vectors": False}
+    done = descend(made, loss, job, context, steps=steps, betas=protocol.betas, **decay)
     return inner.eval(), {
         "steps": steps,
         "tokens": steps * protocol.rows * protocol.length,

@@ -8,8 +8,8 @@ Training is far shorter than published; the protocol on the page says by how muc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from nestling.models import presets
 from studies import default
-from studies.harness.loop import cosine, train
+from studies.harness.loop import descend
 from studies.harness.models import parameters
-from studies.harness.page import Page
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
@@ -111,17 +110,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
             logits.flatten(0, 1), data.targets[rows].flatten(), ignore_index=IGNORE
         )
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=job.setting["rate"], weight_decay=protocol.weight_decay
-    )
-    done = train(
-        [model],
-        loss,
-        optimizer,
-        steps=protocol.steps,
-        schedule=cosine(),
-        save=context.scratch,
-    )
+    done = descend(model, loss, job, context, steps=protocol.steps, decay=protocol.weight_decay)
     test = task.make(protocol.test, 50_000 + job.seed, test=True)
     with torch.no_grad():
         said = torch.cat([model(part).argmax(-1) for part in test.tokens.split(64)])
@@ -139,11 +128,7 @@ LIMITS = (
 )
 
 
-def page(study: Study, runs: Mapping[str, Run]) -> Page:
-    """Findings and tables."""
-    right = Measure(name="right", title="token accuracy, %", higher=True, share=True)
-    title = "MAD (Table 4): six tasks, as published and harder"
-    return table_page(study, runs, title=title, measures=(right,), limits=LIMITS)
+RIGHT = Measure(name="right", title="token accuracy, %", higher=True, share=True)
 
 
 def study(quick: bool = False) -> Study:
@@ -158,7 +143,12 @@ def study(quick: bool = False) -> Study:
         tasks=tuple(TASKS)[:6] if quick else tuple(TASKS),
         tuned_on={name: name.removesuffix(", harder") for name in TASKS},
         judged="loss",
-        page=page,
+        page=partial(
+            table_page,
+            title="MAD (Table 4): six tasks, as published and harder",
+            measures=(RIGHT,),
+            limits=LIMITS,
+        ),
         page_name="mad",
         needs=("seconds", "parameters", "right"),
     )

@@ -9,44 +9,25 @@ steps as fit into AdamW's time, by the processor time of a few steps of both bef
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nestling.optim import M3, AdaMuon, Muon, param_groups
+from nestling.optim import M3, AdaMuon, Muon
 from studies.harness.loop import cosine, train
 from studies.harness.models import parameters
-from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study
+from studies.harness.study import Context, Job, Study, by_rate
 from studies.harness.tables import Measure, table_page
 from studies.optim.networks import LanguageModel, ViT, cross_entropy
+from studies.optim.study import Maker, adamw, orthogonal
+from studies.optim.tasks import Batch, cifar
 from studies.tasks import text
-
-BETAS, DECAY = (0.9, 0.95), 0.1
-Maker = Callable[[nn.Module, float], torch.optim.Optimizer]
-Batch = tuple[Tensor, Tensor]
-
-
-def adamw(model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """torch's own, the baseline everyone uses."""
-    return torch.optim.AdamW(model.parameters(), lr=rate, betas=BETAS, weight_decay=DECAY)
-
-
-def orthogonal(kind: type, **options: Any) -> Maker:
-    """Hidden matrices orthogonalised, the rest by AdamW at the same rate."""
-    return lambda model, rate: kind(
-        param_groups(model), lr=rate, adam_betas=BETAS, weight_decay=DECAY, **options
-    )
-
 
 ARMS: dict[str, tuple[str, Maker]] = {
     "m3": ("M3", orthogonal(M3)),
@@ -104,24 +85,12 @@ class Task:
     steps: int
 
 
-@cache
-def _images(data: Path, part: str) -> Batch:
-    """CIFAR-10's staged subset: [N, 3, 32, 32] with mean 0 and deviation 1, and classes."""
-    from PIL import Image
-
-    folder = data / "cifar10_subset"
-    labels = json.loads((folder / f"{part}_labels.json").read_text())
-    pixels = np.asarray(Image.open(folder / f"{part}.png")).reshape(-1, 32, 32, 3)
-    images = torch.from_numpy(pixels.copy()).float().movedim(-1, 1) / 255
-    return (images - 0.47) / 0.25, torch.tensor(labels)
-
-
 def images(data: Path, protocol: Protocol) -> Task:
     """CIFAR-10, mirrored at random, epoch after epoch."""
     rows = protocol.image_rows
 
     def batch(seed: int, step: int) -> Batch:
-        pictures, labels = _images(data, "train_10000")
+        pictures, labels = cifar(data, "train_10000")
         epoch, place = divmod(step * rows, len(labels) - rows)
         flow = torch.Generator().manual_seed(1_000_003 * (seed + 1) + epoch)
         chosen = torch.randperm(len(labels), generator=flow)[place : place + rows]
@@ -130,7 +99,7 @@ def images(data: Path, protocol: Protocol) -> Task:
         return torch.where(flip[:, None, None, None], shown.flip(-1), shown), labels[chosen]
 
     def test() -> list[Batch]:
-        pictures, labels = _images(data, "test_2000")
+        pictures, labels = cifar(data, "test_2000")
         return list(zip(pictures.split(500), labels.split(500), strict=True))
 
     return Task(
@@ -236,15 +205,11 @@ LIMITS = (
 )
 
 
-def page(study: Study, runs: Mapping[str, Run]) -> Page:
-    """Findings and tables."""
-    measures = (
-        Measure(name="test", title="test loss", higher=False),
-        Measure(name="right", title="test accuracy, %", higher=True, share=True),
-        Measure(name="steps", title="steps", higher=True),
-    )
-    title = "Optimizers at real length (Fig. 11)"
-    return table_page(study, runs, title=title, measures=measures, limits=LIMITS, hero="m3")
+MEASURES = (
+    Measure(name="test", title="test loss", higher=False),
+    Measure(name="right", title="test accuracy, %", higher=True, share=True),
+    Measure(name="steps", title="steps", higher=True),
+)
 
 
 def study(quick: bool = False) -> Study:
@@ -252,19 +217,22 @@ def study(quick: bool = False) -> Study:
     protocol = QUICK if quick else Protocol()
     grids = {"adamw": protocol.adamw_rates, "m3_literal": protocol.literal_rates}
     arms = ("m3", "adamw") if quick else tuple(ARMS)
-    return Study(
+    return by_rate(
+        protocol,
+        {arm: ARMS[arm][0] for arm in arms},
+        make,
         name="optimizers",
-        protocol=protocol,
         tasks=tuple(TASKS)[::3] if quick else tuple(TASKS),
         tuned_on={name: name.replace("equal time", "equal steps") for name in TASKS},
-        arms={arm: ARMS[arm][0] for arm in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
         settings={arm: [{"rate": rate} for rate in grids.get(arm, protocol.rates)] for arm in arms},
-        make=lambda job, context: make(job, context, protocol),
         judged="train",
-        lower=True,
-        page=page,
+        page=partial(
+            table_page,
+            title="Optimizers at real length (Fig. 11)",
+            measures=MEASURES,
+            limits=LIMITS,
+            hero="m3",
+        ),
         page_name="optimizers",
         needs=("seconds", "parameters", "test"),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nestling.models import presets
 from studies import default
-from studies.harness.loop import cosine, train
+from studies.harness.loop import descend
 from studies.harness.models import IGNORE, parameters, predict, state_size, weighted
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
@@ -113,20 +113,8 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
         )
         return weighted(model(made.tokens), made.targets, (made.targets != IGNORE).float())
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=job.setting["rate"],
-        betas=(0.9, 0.98),
-        weight_decay=protocol.weight_decay,
-    )
-    done = train(
-        [model],
-        loss,
-        optimizer,
-        steps=protocol.steps,
-        schedule=cosine(end=0.02),
-        save=context.scratch,
-    )
+    decay, steps = protocol.weight_decay, protocol.steps
+    done = descend(model, loss, job, context, steps=steps, decay=decay, betas=(0.9, 0.98), end=0.02)
     _, pairs, length = form.stages[-1]
     test = mqar(
         protocol.tested, pairs=pairs, vocabulary=form.vocabulary, seed=job.seed, length=length

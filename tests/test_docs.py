@@ -39,7 +39,7 @@ VALLEY = "On 12 May the valley lay in the sun, and Mira Lund paid 3 crowns for b
 
 
 def tiny() -> NestlingForCausalLM:
-    """What stands for the reader's own model: 26,000 parameters over bytes."""
+    """A stand-in for the reader's own model: 26,000 parameters over bytes."""
     options = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return NestlingForCausalLM(presets.tiny(intermediate_size=32, **options)).eval()
 
@@ -74,7 +74,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
-    """What is not run: set-up of an environment, and what must be fetched first."""
+    """Commands that are not run: they set up an environment, or fetch something first."""
     left = {page.stem: [b[0] for b in LEFT.findall(page.read_text())] for page in PAGES}
     assert {page: len(reasons) for page, reasons in left.items() if reasons} == {
         "README": 1, "adapt": 1, "install": 1, "security": 1,

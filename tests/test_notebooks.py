@@ -34,7 +34,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
 
 
 def _learned(names, folder):
-    """What the page says happens: the valley is learned, forgotten, and there again."""
+    """The valley is learned, forgotten, and there again, as the page says."""
     assert names["after"] < names["before"] - 0.05
     assert names["learner"].score(names["ahead"]) == pytest.approx(names["after"], abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""What is on disk is checked before it is read: types, sizes, headers; and folders have locks."""
+"""Files are checked before they are read: types, sizes, headers; and folders have locks."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def check_folder(folder: Path) -> dict[Path, int]:
     return sizes
 
 
-_WORDS = ("vocab.txt", "merges.txt")  # other texts in the folder are nobody's settings
+_WORDS = ("vocab.txt", "merges.txt")  # other text files hold no settings
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> tuple[Any, bytes]:
@@ -136,7 +136,7 @@ def expect(found: Any, form: Any, where: object) -> Any:
 
 
 def check_finite(tensor: Tensor, what: object) -> None:
-    """Refuse numbers that are none, or so large that their squares are none."""
+    """Refuse numbers that are not finite, or whose squares are not."""
     if tensor.is_floating_point():
         exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         held = tensor.float() if tensor.dtype.itemsize == 1 else tensor

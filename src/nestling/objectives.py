@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nestling.activations import Activation, gelu
+from nestling.checks import require
 
 
 class Signal(NamedTuple):
@@ -162,8 +163,7 @@ oja = Objective(dot_loss, dot_error, forget=1.0)
 
 def lp(p: float) -> Objective:
     """`sum |M k - v|^p / p`, as in Miras: p = 2 is `l2`, p near 1 shrugs off outliers."""
-    if not p >= 1:
-        raise ValueError(f"p must be at least 1 (the loss is not convex below); got {p!r}")
+    require(p >= 1, "p", p, "at least 1 (the loss is not convex below)")
 
     def measure(prediction: Tensor, value: Tensor) -> Tensor:
         return (prediction - value).abs().pow(p).sum(-1) / p

@@ -170,7 +170,7 @@ COLOURS = ("#8c8c8c", "#57534e", "#d1495b", "#00798c", "#edae49")
 
 
 def section(part: dict[str, Any], picture: Path) -> list[str]:
-    """What was done, table, verdicts and picture."""
+    """The section of the page: method, table, verdicts and picture."""
     plain = part["k=1"]["runs"]
     lines = [
         "## (ii) Memory loop A, B, A'",

@@ -16,7 +16,6 @@ because no other stream of the same kind is at hand.
 
 from __future__ import annotations
 
-import json
 import random
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +32,13 @@ from nestling.files import BrokenFileError, load_tree, save_tree
 from studies.continual import metrics
 from studies.continual.bases import Base, load_base
 from studies.continual.streams import Dataset, Split, class_order
-from studies.continual.study import ARMS, Pairs, Shape, build, charts, run_stream
+from studies.continual.study import ARMS, MEASURES, Pairs, Shape, build, charts, run_stream
 from studies.harness.page import Page
 from studies.harness.store import Run
-from studies.harness.study import Context, Job, Study, cells
-from studies.harness.tables import Measure, table_page
+from studies.harness.study import Context, Job, Study, by_protocol, cells
+from studies.harness.tables import table_page
 from studies.optim.networks import ViT
+from studies.optim.tasks import cifar
 
 CLOSED = ("ours", "klda", "ranpac", "klda_places", "ranpac_places", "lda", "mean")
 GRADIENT = ("joint", "replay_20", "ewc", "sequential")
@@ -84,8 +83,8 @@ class Stream(NamedTuple):
 
 def pictures(data: Path, folder: Path, protocol: Protocol, quick: bool) -> Stream:
     """CIFAR-10's staged subset: 8,500 pictures to learn from, 1,500 held out, 2,000 to test."""
-    seen, labels = _cifar(data, "train_10000", 600 if quick else None)
-    asked, right = _cifar(data, "test_2000", 100 if quick else None)
+    seen, labels = cifar(data, "train_10000", 600 if quick else None)
+    asked, right = cifar(data, "test_2000", 100 if quick else None)
     base = turned_base(seen, folder, protocol)
     order = torch.randperm(len(seen), generator=torch.Generator().manual_seed(2025))
     held, rest = order.split([len(seen) * 15 // 100, len(seen) - len(seen) * 15 // 100])
@@ -103,17 +102,6 @@ def pictures(data: Path, folder: Path, protocol: Protocol, quick: bool) -> Strea
         partial(class_order, ten),
         told=False,
     )
-
-
-def _cifar(data: Path, part: str, count: int | None) -> tuple[Tensor, Tensor]:
-    """Pictures [N, 3, 32, 32] with mean 0 and deviation 1, and classes [N]."""
-    from PIL import Image
-
-    folder = data / "cifar10_subset"
-    labels = torch.tensor(json.loads((folder / f"{part}_labels.json").read_text()))[:count]
-    with Image.open(folder / f"{part}.png") as image:
-        pixels = np.asarray(image).reshape(-1, 32, 32, 3)[:count]
-    return (torch.from_numpy(pixels.copy()).float().movedim(-1, 1) / 255 - 0.47) / 0.25, labels
 
 
 def turned_base(seen: Tensor, folder: Path, protocol: Protocol) -> ViT:
@@ -264,10 +252,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         runs,
         title="Streams beyond classes of text",
         hero="ours",
-        measures=[
-            Measure(name="accuracy", title="accuracy", higher=True, share=True),
-            Measure(name="forgetting", title="forgetting", higher=False, share=True),
-        ],
+        measures=MEASURES,
         limits=LIMITS,
         picture=charts(study, cells(runs)),
         caption="Accuracy of every arm on each stream, with 95% intervals",
@@ -278,15 +263,13 @@ def study(quick: bool = False) -> Study:
     """The study; `quick` is a slice of it."""
     protocol = QUICK if quick else Protocol()
     arms = ("ours", "lda") if quick else (*CLOSED, *GRADIENT)
-    return Study(
+    return by_protocol(
+        protocol,
+        {name: ARMS[name].title for name in arms},
+        partial(make, quick=quick),
         name="beyond",
-        protocol=protocol,
         tasks=tuple(STREAMS),
-        arms={name: ARMS[name].title for name in arms},
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
         settings={name: ARMS[name].settings[: 1 if quick else 6] for name in arms},
-        make=lambda job, context: make(job, context, protocol, quick),
         judged="accuracy",
         page=page,
         page_name="continual_beyond",

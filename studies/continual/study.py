@@ -37,14 +37,13 @@ from studies.continual.bases import load_base
 from studies.continual.gradient import Dynamic, Elastic, Gradient, Network, PerTask, Replay
 from studies.continual.memories import Fourier, Memory, Rectified, one_place
 from studies.continual.streams import Dataset, class_order, load, sliced
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Cell, Context, Job, Setting, Study, cells
+from studies.harness.study import Cell, Context, Job, Setting, Study, by_protocol, cells
 from studies.harness.tables import Measure, dots, table_page
 from studies.harness.verdict import ENOUGH, Interval, interval, paired, verdict
 
-__all__ = ["ARMS", "Learner", "Shape", "accuracies", "build", "main", "make_study", "run_stream"]
+__all__ = ["ARMS", "Learner", "Shape", "accuracies", "build", "run_stream", "study"]
 
 Pairs = tuple[Tensor, Tensor]
 """Features [N, P, D] and classes [N]."""
@@ -315,6 +314,10 @@ def make(job: Job, context: Context, fixed: Fixed, quick: bool) -> Run:
     }
 
 
+MEASURES = (
+    Measure(name="accuracy", title="accuracy", higher=True, share=True),
+    Measure(name="forgetting", title="forgetting", higher=False, share=True),
+)
 OURS = "ours"
 CLAIMS: tuple[tuple[str, str, str, float, bool], ...] = (
     ("ahead of KLDA", "klda", "accuracy", 0.0, True),
@@ -371,10 +374,7 @@ def page(study: Study, runs: Mapping[str, Run]) -> Page:
         runs,
         title="Class after class",
         hero=OURS,
-        measures=[
-            Measure(name="accuracy", title="accuracy", higher=True, share=True),
-            Measure(name="forgetting", title="forgetting", higher=False, share=True),
-        ],
+        measures=MEASURES,
         limits=[
             "The base is frozen for every arm: gradient arms train an MLP and a head over the same"
             " features, and joint training is joint over those, not of the whole base.",
@@ -443,29 +443,22 @@ def charts(study: Study, found: Mapping[tuple[str, str], Cell]) -> str:
     return head + "".join(parts) + "</svg>\n"
 
 
-def make_study(quick: bool) -> Study:
+def study(quick: bool = False) -> Study:
     """The study; the quick one runs real features of a slice, with one seed."""
     fixed = Fixed(seeds=(60,), width_of_random_units=100) if quick else Fixed()
     chosen = ("ours", "klda", "ranpac", "lda", "mean", "joint", "ewc") if quick else tuple(ARMS)
     tasks = ("banking77",) if quick else tuple(OTHER)
-    return Study(
+    return by_protocol(
+        fixed,
+        {name: ARMS[name].title for name in chosen},
+        partial(make, quick=quick),
         name="continual",
-        protocol=fixed,
         tasks=tasks,
-        arms={name: ARMS[name].title for name in chosen},
-        seeds=fixed.seeds,
-        tuning_seed=fixed.tuning_seed,
         settings={name: ARMS[name].settings[: 1 if quick else 6] for name in ARMS},
         borrowed={name: arm.like for name, arm in ARMS.items() if arm.like},
-        make=partial(make, fixed=fixed, quick=quick),
         judged="accuracy",
         page=page,
         page_name="continual",
         needs=("seconds", "accuracy"),
         tuned_on={} if quick else OTHER,
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study."""
-    return run_study(make_study, (__doc__ or "").split("\n\n", 1)[0], arguments)

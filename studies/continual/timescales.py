@@ -25,6 +25,7 @@ import gzip
 import math
 import random
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,14 +40,13 @@ from torch.nn.functional import one_hot
 from studies.continual.bases import load_base
 from studies.continual.memories import one_place
 from studies.continual.streams import load
-from studies.harness.command import run_study
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
-from studies.harness.study import Cell, Context, Job, Study, cells
+from studies.harness.study import Cell, Context, Job, Study, by_protocol, cells
 from studies.harness.tables import Measure, table_page
 from studies.harness.verdict import ENOUGH, interval, paired, percent, verdict
 
-__all__ = ["Chain", "main", "make_study"]
+__all__ = ["Chain", "study"]
 
 NEVER = math.inf
 
@@ -257,8 +257,6 @@ def _phases(job: Job, context: Context, protocol: Protocol, quick: bool) -> tupl
 
 def make(job: Job, context: Context, protocol: Protocol, quick: bool) -> Run:
     """Learn the phases chunk by chunk; after each, ask about what stays and what moves."""
-    import time
-
     begin = time.process_time()
     phases, outputs = _phases(job, context, protocol, quick)
     halves = [float(half) for half in job.setting.values()]
@@ -421,25 +419,18 @@ def _of(found: Mapping[tuple[str, str], Cell], task: str, arm: str, name: str) -
     return list(found[task, arm].values(name).values())
 
 
-def make_study(quick: bool) -> Study:
+def study(quick: bool = False) -> Study:
     """The study; the quick one has a slice of the data and one seed."""
     protocol = Protocol(seeds=(50,), numbers=4_000) if quick else Protocol()
-    return Study(
+    return by_protocol(
+        protocol,
+        ARMS,
+        partial(make, quick=quick),
         name="timescales",
-        protocol=protocol,
         tasks=TASKS,
-        arms=ARMS,
-        seeds=protocol.seeds,
-        tuning_seed=protocol.tuning_seed,
         settings=protocol.settings(),
-        make=partial(make, protocol=protocol, quick=quick),
         judged="score",
         page=page,
         page_name="continual_timescales",
         needs=("seconds", "score"),
     )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study."""
-    return run_study(make_study, (__doc__ or "").split("\n\n", 1)[0], arguments)

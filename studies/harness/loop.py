@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from nestling.train.checkpoint import load_latest, save_checkpoint
+from nestling.train.optimizers import decayed
+from studies.harness.study import Context, Job
 
-__all__ = ["Schedule", "Trained", "constant", "cosine", "train"]
+__all__ = ["Schedule", "Trained", "constant", "cosine", "descend", "train"]
 
 Schedule = Callable[[int, int], float]
 """step, steps -> a factor of the rate."""
@@ -54,6 +56,29 @@ def cosine(*, warm: int | None = None, share: float = 0.05, end: float = 0.1) ->
 def constant(step: int, steps: int) -> float:
     """The rate as it is."""
     return 1.0
+
+
+def descend(
+    model: nn.Module,
+    loss: Callable[[int], Tensor],
+    job: Job,
+    context: Context,
+    *,
+    steps: int,
+    decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    vectors: bool = True,
+    end: float = 0.1,
+) -> Trained:
+    """Train the model of a job by AdamW at its rate, with a cosine down to `end`.
+
+    vectors: these (norms, gates, biases) decay, too.
+    """
+    groups = model.parameters() if vectors else decayed(model)
+    rate = job.setting["rate"]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=decay)
+    shape = cosine(end=end)
+    return train([model], loss, optimizer, steps=steps, schedule=shape, save=context.scratch)
 
 
 def train(

@@ -150,7 +150,8 @@ class Store:
         return self._copied
 
     def _files(self) -> list[Path]:
-        return [p for p in self.folder.rglob("*.json") if not p.name.startswith(".")]
+        found = self.folder.rglob("*.json")
+        return [p for p in found if not p.name.startswith(".") and p != self.copy]
 
     def _read(self, path: Path) -> tuple[str, Run]:
         held = _json(path, {"study": {self.study}, "key": str}, "run", _text)

@@ -18,7 +18,7 @@ from studies.harness.page import Page
 from studies.harness.store import Run, Store
 from studies.harness.tuning import best, same_number
 
-__all__ = ["Cell", "Job", "Setting", "Study", "by_rate", "cells"]
+__all__ = ["Cell", "Job", "Setting", "Study", "by_protocol", "by_rate", "cells"]
 
 Setting = Mapping[str, Any]
 
@@ -53,9 +53,10 @@ class Study:
     """A comparison, and how it is made; `protocol` is the frozen dataclass that the page prints.
 
     arms: titles by name, in the order of the tables. settings: what tuning may choose from, as
-    many for every arm. borrowed: arms that take the setting of another arm, and so have no trials;
-    given: arms whose models another study has tuned, and their settings; tuned_on: tasks that take
-    those of another task. more_tasks: run only when asked for.
+    many for every arm; an arm it does not name has nothing to choose. borrowed: arms that take the
+    setting of another arm, and so have no trials; given: arms whose models another study has tuned,
+    and their settings; tuned_on: tasks that take those of another task. more_tasks: run only when
+    asked for.
     make: does a job. judged: the number of a trial that decides; `lower`: a lower one is better.
     page: the page from all stored runs.
     """
@@ -66,11 +67,11 @@ class Study:
     arms: Mapping[str, str]
     seeds: Sequence[int]
     tuning_seed: int
-    settings: Mapping[str, Sequence[Setting]]
     make: Callable[[Job, Context], Run]
     judged: str
     page: Callable[[Study, Mapping[str, Run]], Page]
     page_name: str
+    settings: Mapping[str, Sequence[Setting]] = field(default_factory=dict)
     lower: bool = False
     borrowed: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Setting] = field(default_factory=dict)
@@ -80,17 +81,20 @@ class Study:
 
     def __post_init__(self) -> None:
         others = self.borrowed.keys() | self.given.keys()
-        tuned = {arm: self.settings[arm] for arm in self.arms if arm not in others}
-        same_number(tuned)
+        same_number({arm: self.choices(arm) for arm in self.arms if arm not in others})
         if self.tuning_seed in self.seeds:
             raise ValueError(f"{self.name}: seed {self.tuning_seed} is for tuning; take another")
+
+    def choices(self, arm: str) -> Sequence[Setting]:
+        """The settings that tuning may choose from for an arm."""
+        return self.settings.get(arm, ({},))
 
     def trials(self, task: str, arm: str) -> list[Job]:
         """The trials of an arm on a task; none where there is nothing to choose."""
         task, arm = self._tuned(task, arm)
-        if arm in self.given or len(self.settings[arm]) == 1:
+        if arm in self.given or len(self.choices(arm)) == 1:
             return []
-        return [Job(task, arm, s, self.tuning_seed, trial=True) for s in self.settings[arm]]
+        return [Job(task, arm, s, self.tuning_seed, trial=True) for s in self.choices(arm)]
 
     def _tuned(self, task: str, arm: str) -> tuple[str, str]:
         return self.tuned_on.get(task, task), self.borrowed.get(arm, arm)
@@ -105,7 +109,7 @@ class Study:
             job = Job(task, arm, setting, self.tuning_seed, trial=True)
             return float(store.get(job.key)[self.judged])
 
-        return best(self.settings[arm], score, lower=self.lower)
+        return best(self.choices(arm), score, lower=self.lower)
 
     def jobs(
         self,
@@ -155,20 +159,26 @@ class Study:
         return run
 
 
-def by_rate(
+def by_protocol(
     protocol: Any, arms: Mapping[str, str], make: Callable[[Job, Context, Any], Run], **own: Any
 ) -> Study:
-    """A study whose arms choose among the protocol's rates; the lowest number judged is best."""
+    """A study with the seeds of its protocol; `make(job, context, protocol)` does a job."""
     return Study(
         protocol=protocol,
         arms=arms,
         seeds=protocol.seeds,
         tuning_seed=protocol.tuning_seed,
-        settings={arm: [{"rate": rate} for rate in protocol.rates] for arm in arms},
         make=lambda job, context: make(job, context, protocol),
-        lower=True,
         **own,
     )
+
+
+def by_rate(
+    protocol: Any, arms: Mapping[str, str], make: Callable[[Job, Context, Any], Run], **own: Any
+) -> Study:
+    """The same, whose arms choose among the protocol's rates; the lowest number judged is best."""
+    rates = {arm: [{"rate": rate} for rate in protocol.rates] for arm in arms}
+    return by_protocol(protocol, arms, make, **{"settings": rates, "lower": True, **own})
 
 
 class Cell(NamedTuple):

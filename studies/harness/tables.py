@@ -22,7 +22,7 @@ from studies.harness.verdict import (
     verdict,
 )
 
-__all__ = ["Measure", "dots", "table_page"]
+__all__ = ["Measure", "dots", "table_page", "unfinished"]
 
 Cells = Mapping[tuple[str, str], Cell]
 
@@ -69,7 +69,7 @@ def table_page(
         title=title,
         command=f"python -m studies {study.name}",
         findings=_findings(study, found, first, hero),
-        limits=[*_unfinished(study, found), *_edges(study, runs), *limits],
+        limits=[*unfinished(study, found), *_edges(study, runs), *limits],
         protocol=study.protocol,
         picture=picture or dots(_means(study, found, first), first.title),
         caption=caption or f"{first.title} of every arm, mean over tasks",
@@ -136,7 +136,8 @@ def _findings(study: Study, found: Cells, measure: Measure, hero: str) -> list[s
     return lines
 
 
-def _unfinished(study: Study, found: Cells) -> list[str]:
+def unfinished(study: Study, found: Cells) -> list[str]:
+    """The limit that every page of a study with missing runs begins with."""
     wanted = len(study.tasks) * len(study.arms) * len(study.seeds)
     done = sum(len(cell.runs) for cell in found.values())
     return [f"**Unfinished**: {done} of {wanted} runs."] if done < wanted else []

@@ -231,7 +231,7 @@ def _real(data: Path, models: Path, folder: Path | None, seed: int) -> Problem:
 
 
 def packed(run: Run) -> Run | None:
-    """What the copy of the runs keeps: all of this study's, trials too."""
+    """The run if the copy keeps it: all runs of this study, trials too."""
     return run if _ours(run, False) else None
 
 
@@ -291,7 +291,7 @@ def _recovered(run: Run) -> float:
 
 
 def _retained(run: Run) -> float:
-    """What teaching the first language is still worth, beyond nine tenths of what it was worth."""
+    """How far the gain of the first course exceeds nine tenths of itself at the end."""
     floor = run["first untaught"]
     return float(run["first at the end"] - floor - 0.9 * (run["first alone"] - floor))
 

@@ -1,8 +1,9 @@
-"""The two training tasks: MNIST with a small ViT, tiny Shakespeare with a small language model."""
+"""The two training tasks, MNIST and tiny Shakespeare with small networks; CIFAR-10's pictures."""
 
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,18 @@ def _mnist(folder: Path, part: str) -> Batch:
     images = torch.from_numpy(_idx(folder / f"{part}-images-idx3-ubyte.gz").copy()).float()
     labels = torch.from_numpy(_idx(folder / f"{part}-labels-idx1-ubyte.gz").copy()).long()
     return (images / 255 - 0.1307) / 0.3081, labels
+
+
+@cache
+def cifar(data: Path, part: str, count: int | None = None) -> Batch:
+    """CIFAR-10's staged subset: [N, 3, 32, 32] with mean 0 and deviation 1, and classes [N]."""
+    from PIL import Image
+
+    folder = data / "cifar10_subset"
+    labels = torch.tensor(json.loads((folder / f"{part}_labels.json").read_text()))[:count]
+    with Image.open(folder / f"{part}.png") as image:
+        pixels = np.asarray(image).reshape(-1, 32, 32, 3)[:count]
+    return (torch.from_numpy(pixels.copy()).float().movedim(-1, 1) / 255 - 0.47) / 0.25, labels
 
 
 def vit(data: Path, steps: int = 300, rows: int = 32) -> Task:

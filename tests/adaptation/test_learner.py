@@ -368,7 +368,7 @@ def test_reset_forgets_one_level_or_all():
         ({"transfer": "move", "transfer_rate": 2.0}, "a share in"),
         ({"rank": 2, "rule": rules.adam(), "rate": 0.1}, "rank=2 needs a rule"),
         ({"rule": ["gd", "gd", "adam"]}, "rule 'adam' needs a number"),
-        ({"snapshots": 0}, "snapshots must be at least 1"),
+        ({"snapshots": 0}, "snapshots must be a whole number of at least 1"),
     ],
 )
 def test_wrong_settings_are_named(options, said):

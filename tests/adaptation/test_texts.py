@@ -182,7 +182,7 @@ def test_undo_and_learning_go_on_after_loading(tmp_path):
 
 
 def test_a_text_whose_learning_was_stopped_is_undone_whole(tmp_path):
-    """What was learned of it before the stop goes too; it used to stay."""
+    """The part learned before the stop goes, too; it used to stay."""
     model, ids = tiny(), tokens(20, 5)[None]
     learner = nestling.adapt(model, [8], rate=0.1)
     learner.learn(phrase(2), name="first")

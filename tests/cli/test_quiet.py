@@ -1,4 +1,4 @@
-"""What other libraries say on standard error is held back; errors are not."""
+"""Words of other libraries on standard error are held back; errors are not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from nestling.cli.quiet import quiet
+from nestling.cli.options import quiet
 
 
 def test_nobody_is_heard_within_and_everybody_after(capfd):

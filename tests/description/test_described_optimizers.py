@@ -1,4 +1,4 @@
-"""What optimizers remember, as `describe` tells it: the size and pace of what they then hold."""
+"""The memory of optimizers as `describe` tells it: as large, and as often changed, as it is."""
 
 from __future__ import annotations
 

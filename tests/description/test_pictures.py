@@ -213,7 +213,7 @@ def test_a_level_that_never_moved_says_so():
 
 
 def test_a_level_that_only_receives_has_a_way_of_its_own():
-    """What moves into a slow level is no step of its own, but it goes somewhere."""
+    """A slow level that only receives takes no step, but its picture shows where it went."""
     timeline = Timeline()
     for step in range(1, 9):
         timeline.record(LevelUpdate(8 * step, "fast", 3.0, 1.0, 0.5, 0.5))

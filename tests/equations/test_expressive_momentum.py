@@ -10,10 +10,8 @@ from nestling.paper.exhibits.tasks import SURFACE_START, OrthogonalTasks, surfac
 from nestling.rules import Gates, Write, apply, newton_schulz
 from nestling.rules.deep_momentum import DeepMomentumState, deep_momentum, deep_momentum_loss
 from nestling.rules.delta_momentum import DeltaMomentumState, delta_momentum, delta_momentum_literal
-from nestling.rules.feature_momentum import feature_momentum, polynomial, power
-from nestling.rules.momentum import momentum
+from nestling.rules.momentum import feature_momentum, momentum, nonlinear, polynomial, power, squash
 from nestling.rules.muon import muon
-from nestling.rules.nonlinear import nonlinear, squash
 
 
 def draw(*shape):

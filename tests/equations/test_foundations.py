@@ -8,15 +8,18 @@ from torch.nn import functional
 
 from nestling.activations import gelu
 from nestling.objectives import Matrix, TwoLayer, l2
-from nestling.paper.exhibits import backprop
 from nestling.paper.exhibits.gd import (
     argmin,
     associate,
+    backprop_proximal,
+    backprop_step,
+    forward_layers,
     gd,
     gd_leader,
     gd_proximal,
     layer_gd,
     layer_proximal,
+    surprises,
     train_layer,
 )
 from nestling.paper.exhibits.momentum import (
@@ -144,14 +147,14 @@ def test_backpropagation_gives_every_layer_a_memory_of_its_surprise():
     weights = [double(6, 3), double(5, 6), double(4, 5)]
     x, target = double(7, 3), torch.randint(4, (7,))
     leaves = [w.clone().requires_grad_() for w in weights]
-    y = backprop.forward_layers(leaves, gelu, x)[0]
+    y = forward_layers(leaves, gelu, x)[0]
     loss = functional.cross_entropy(y, target)
     grads = torch.autograd.grad(loss, [y, *leaves])
-    signals = backprop.surprises(weights, gelu, x, grads[0])
+    signals = surprises(weights, gelu, x, grads[0])
     for signal, grad in zip(signals, grads[1:], strict=True):
         close(signal.gradient, grad)
-    stepped = backprop.backprop_step(weights, signals, RATE)
-    remembered = backprop.backprop_proximal(weights, signals, RATE)
+    stepped = backprop_step(weights, signals, RATE)
+    remembered = backprop_proximal(weights, signals, RATE)
     for new, proximal, old, grad in zip(stepped, remembered, weights, grads[1:], strict=True):
         close(new, old - RATE * grad)
         close(proximal, new)

@@ -24,10 +24,9 @@ from nestling.paper.nested import (
     proximal_step,
     solution,
 )
-from nestling.paper.nested.blocks import ada_transformer_block, transformer_block
 from nestling.paper.nested.hope import hope_block
 from nestling.paper.nested.meta import FIRST_ORDER, FULL, REPTILE, Task, meta_learning
-from nestling.paper.nested.sequences import Token, attend
+from nestling.paper.nested.sequences import Token, ada_transformer_block, attend, transformer_block
 from nestling.paper.nested.training import KeyValue, sgd_problem
 from nestling.rules import Gates
 

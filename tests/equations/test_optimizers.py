@@ -8,23 +8,21 @@ import pytest
 import torch
 
 from nestling.objectives import Matrix, dot, l2, lp
-from nestling.paper.exhibits.adagrad import (
+from nestling.paper.exhibits.adam import (
     adagrad_memory,
     adagrad_memory_step,
     adagrad_value,
-    matrix_power,
-    outer_loss,
-    outer_moments,
-    outer_optimum,
-)
-from nestling.paper.exhibits.adam import (
     adam_literal,
     adam_value,
     elementwise_loss,
     elementwise_optimum,
+    matrix_power,
     memory_step,
     moments,
     momentum_value,
+    outer_loss,
+    outer_moments,
+    outer_optimum,
 )
 from nestling.paper.exhibits.gd import argmin
 from nestling.paper.exhibits.momentum import (

@@ -10,15 +10,17 @@ from torch.nn import functional
 
 from nestling.objectives import Matrix, dot, l2, lp, oja
 from nestling.paper.exhibits.gd import argmin
-from nestling.paper.exhibits.omega import WindowState, omega, omega_step
 from nestling.paper.exhibits.sequence import (
     Context,
+    WindowState,
     adatransformer,
     delta_net,
     hebbian,
     kernel_loss,
     linear_attention_proximal,
     oja_net,
+    omega,
+    omega_step,
     project_context,
     softmax_attention,
     write_and_read,

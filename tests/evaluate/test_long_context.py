@@ -437,7 +437,7 @@ def test_reading_side_by_side_is_reading_one_by_one(model):
 
 
 def test_levels_learn_from_the_sample_they_read():
-    """What a learning model writes is what `generate` writes after learning from the whole text."""
+    """A learning model answers as `generate` does after learning from the whole text."""
     torch.manual_seed(1)
     levels = [{"name": "fast", "chunk": 32, "rate": 2.0}]
     config = presets.tiny(num_hidden_layers=1, intermediate_size=32, levels=levels)

@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes: bytes of stack a thread, bytes of shared memory a block."""
+    """The cost of a compiled kernel: bytes of stack a thread, bytes of shared memory a block."""
 
     name: str
     arch: int
@@ -113,7 +113,7 @@ def build(launch: Launch, arch: int) -> Usage:
 
 
 def all_launches(d: int) -> list[Launch]:
-    """What both scans launch, forward and backward, for memories d wide at their default chunks.
+    """The kernels both scans launch, forward and backward, for memories d wide at default chunks.
 
     Tied retention is more to compute than untied; NESTLING_KERNELS=all adds untied and steered.
     """

@@ -23,7 +23,7 @@ def build(**options):
 
 
 def by_tokens(memory, x):
-    """What the module's docstring says, head by head and token by token."""
+    """The loop of the module's docstring, head by head and token by token."""
     parts = memory.shell.project(x).unflatten(-1, (4, 2, 4))  # [B, T, (x k v q), H, d]
     outs = []
     for head in range(2):

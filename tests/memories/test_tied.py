@@ -187,7 +187,7 @@ def test_the_tied_bound_holds_for_the_worst_inputs_and_is_tight_for_small_writes
 
 
 def test_retention_is_spread_over_heads_from_fast_to_slow():
-    """What is lost has geometric steps, as rates have; tied or not, tokens start with it."""
+    """The share that is lost has geometric steps, as rates have; tied or not, tokens start so."""
     for tied in (False, True):
         retention = Retention(start=(0.9, 0.999), tied=tied)
         memory = SelfModifying(

@@ -1,4 +1,4 @@
-"""What torch asks of a module: masks with rubbish under them, compilers, meta tensors, devices,
+"""Torch's demands on a module: masks with rubbish under them, compilers, meta tensors, devices,
 `torch.func`, and no waiting for the device where the answer is known."""
 
 from __future__ import annotations

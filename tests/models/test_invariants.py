@@ -1,4 +1,4 @@
-"""What must hold for every mixer: causality, streams, batches and padding."""
+"""Invariants of every mixer: causality, streams, batches and padding."""
 
 from __future__ import annotations
 

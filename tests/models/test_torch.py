@@ -1,4 +1,4 @@
-"""What torch offers works on our models: compile, export, torch.func, the meta device."""
+"""Torch's tools work on our models: compile, export, torch.func, the meta device."""
 
 from __future__ import annotations
 

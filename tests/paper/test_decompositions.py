@@ -9,8 +9,12 @@ from torch import nn
 from nestling.activations import gelu
 from nestling.objectives import l2
 from nestling.paper.nested import NestedSystem
-from nestling.paper.nested.blocks import ada_transformer_block, transformer_block
-from nestling.paper.nested.sequences import Token, linear_attention
+from nestling.paper.nested.sequences import (
+    Token,
+    ada_transformer_block,
+    linear_attention,
+    transformer_block,
+)
 from nestling.paper.nested.training import (
     adam_problems,
     layer_problems,

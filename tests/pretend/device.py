@@ -217,7 +217,7 @@ class Device(TorchDispatchMode):
 
 
 def prepare() -> None:
-    """What torch asks of CUDA beside tensors; and Triton's launches, on what tensors hold."""
+    """The parts of CUDA that torch asks for beside tensors, and Triton's launches on their data."""
     import torch.amp.autocast_mode
     import torch.cuda.amp.common
     from triton.runtime import interpreter

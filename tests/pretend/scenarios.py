@@ -1,4 +1,4 @@
-"""What is run on the pretended device: python -m tests.pretend.scenarios GROUP
+"""Scenarios for the pretended device: python -m tests.pretend.scenarios GROUP
 
 Each scenario prints one line of JSON: its name, launches and waits of its parts, and the error that
 ended it, if any. What runs on the CPU too is compared with it.
@@ -22,7 +22,7 @@ Scenario = Callable[[], Counts]
 
 
 def counted(name: str, run: Callable[[], Any], into: Counts) -> Any:
-    """What `run` returns; its launches and waits go into the counts."""
+    """Return what `run` returns; its launches and waits go into the counts."""
     with pretend.counting() as count:
         made = run()
     into[name] = {"launches": count.launches.total(), "waits": dict(count.waits)}

@@ -62,7 +62,7 @@ def chromium(tmp_path):
 
 
 def look_at(page, chromium, *arguments: str) -> dict:
-    """What the script of `LOOK` finds on a page."""
+    """The findings of the script `LOOK` on a page."""
     with_look = page.with_name("look.html")
     text = page.read_text()
     end = "</body>" if "</body>" in text else "</html>"

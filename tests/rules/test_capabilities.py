@@ -7,12 +7,11 @@ import torch
 
 from nestling import rules
 from nestling.objectives import l2
-from nestling.paper.exhibits.adagrad import adagrad_memory
-from nestling.paper.exhibits.adam import adam_literal
+from nestling.paper.exhibits.adam import adagrad_memory, adam_literal
 from nestling.paper.exhibits.gd import descent
 from nestling.paper.exhibits.momentum import generalised_momentum
-from nestling.paper.exhibits.omega import omega
 from nestling.paper.exhibits.precondition import precondition
+from nestling.paper.exhibits.sequence import omega
 from nestling.rules import Gates, Rule, Write, chain, identity
 from nestling.tree import tree_leaves
 

@@ -1,4 +1,4 @@
-"""What all classical rules have in common: purity, batches, gradients, precision, refusals."""
+"""Properties of all classical rules: purity, batches, gradients, precision, refusals."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import torch
 
 from nestling import rules
 from nestling.objectives import dot, l2, lp, oja
-from nestling.paper.exhibits.adagrad import adagrad_memory
-from nestling.paper.exhibits.adam import adam_literal
+from nestling.paper.exhibits.adam import adagrad_memory, adam_literal
 from nestling.paper.exhibits.gd import descent
 from nestling.paper.exhibits.momentum import generalised_momentum
-from nestling.paper.exhibits.omega import omega
 from nestling.paper.exhibits.precondition import precondition, preconditioned_momentum
+from nestling.paper.exhibits.sequence import omega
 from nestling.rules.core import Gates, Write, apply
 from nestling.rules.momentum import accumulate
 
@@ -164,16 +163,16 @@ def test_rules_that_need_pairs_say_so(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rules.momentum(1.5), r"decay must lie in \[0, 1\], got 1.5"),
+        (lambda: rules.momentum(1.5), r"decay must be in \[0, 1\]; got 1.5"),
         (lambda: rules.momentum(0.9, dampening=0.1, nesterov=True), "dampening 0, got 0.1"),
-        (lambda: rules.adam(1.0), r"beta1 must lie in \[0, 1\), got 1.0"),
-        (lambda: rules.adamw(0.9, -0.1), r"beta2 must lie in \[0, 1\), got -0.1"),
-        (lambda: rules.second_moment(2.0), "decay must lie in"),
-        (lambda: rules.adagrad(start=-1.0), "start must be at least 0, got -1.0"),
-        (lambda: adagrad_memory(0.0), "beta1 and beta2 must be positive"),
-        (lambda: precondition(rate=2.0), r"rate must lie in \(0, 2\), got 2.0"),
-        (lambda: precondition(floor=0.0), "start and floor must be positive"),
-        (lambda: omega(window=0), "window must be at least 1, got 0"),
+        (lambda: rules.adam(1.0), r"beta1 must be in \[0, 1\); got 1.0"),
+        (lambda: rules.adamw(0.9, -0.1), r"beta2 must be in \[0, 1\); got -0.1"),
+        (lambda: rules.second_moment(2.0), "decay must be in"),
+        (lambda: rules.adagrad(start=-1.0), "start must be at least 0; got -1.0"),
+        (lambda: adagrad_memory(0.0), "beta1 must be positive; got 0.0"),
+        (lambda: precondition(rate=2.0), r"rate must be in \(0, 2\); got 2.0"),
+        (lambda: precondition(floor=0.0), "floor must be positive; got 0.0"),
+        (lambda: omega(window=0), "window must be at least 1; got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message):

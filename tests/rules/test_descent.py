@@ -10,10 +10,8 @@ from nestling import rules
 from nestling.rules import Gates, Write, apply
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.delta_momentum import delta_momentum, delta_momentum_literal
-from nestling.rules.feature_momentum import feature_momentum, polynomial, power
-from nestling.rules.momentum import momentum
+from nestling.rules.momentum import feature_momentum, momentum, nonlinear, polynomial, power, squash
 from nestling.rules.newton_schulz import newton_schulz
-from nestling.rules.nonlinear import nonlinear, squash
 
 RULES = {  # rule, rate on the quadratic, rate on the MLP
     "muon": (rules.muon(), 0.2, 0.05),

@@ -30,7 +30,7 @@ def data(shared_data) -> Path:
 
 
 def told(ids: list[int], targets: list[int]) -> list[tuple[str, str]]:
-    """What is learned: the text up to each answer, and the answer."""
+    """The tokens that are learned: the text up to each answer, and the answer."""
     found, start = [], 0
     for i, (wanted, before) in enumerate(zip(targets, [IGNORE, *targets], strict=False)):
         if wanted != IGNORE and before == IGNORE:

@@ -1,4 +1,4 @@
-"""What the studies share: counted states, intervals."""
+"""The parts that studies share: counted states, intervals."""
 
 from __future__ import annotations
 

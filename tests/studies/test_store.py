@@ -46,6 +46,14 @@ def test_a_result_is_replaced(tmp_path):
     assert store.runs() == {"part": {"a": 2}}
 
 
+def test_the_copy_may_lie_among_the_runs(tmp_path):
+    """As in quick runs, whose pages are in their folder."""
+    store = make(tmp_path, copy=tmp_path / "pages" / "page.json")
+    store.put("part", {"a": 1.0})
+    for _ in range(2):
+        assert store.gather() == {"part": {"a": 1.0}}
+
+
 def test_keys_are_found_again(tmp_path):
     store = make(tmp_path / "runs", copy=tmp_path / "page.json")
     store.put("hope/(aa)*/0", {"bin0": 1.0})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestling.train.checkpoint import checkpoints, load_latest, save_checkpoint
-from nestling.train.schedule import SHAPES, Schedule
+from nestling.train.recipe import SHAPES, Schedule
 from nestling.tree import pack, unpack
 
 

@@ -1,4 +1,4 @@
-"""What a run says: lines in a log, a bar in a terminal, JSON lines and TensorBoard files."""
+"""A run reports itself: lines in a log, a bar in a terminal, JSON lines, TensorBoard files."""
 
 from __future__ import annotations
 

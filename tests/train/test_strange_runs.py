@@ -1,4 +1,4 @@
-"""What training reads from strangers: checkpoints, models to start from, texts; one clear line."""
+"""Training reads files of strangers (checkpoints, models, texts) and refuses in one clear line."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nestling.checks import require, whole_number
 from nestling.continuum import Continuum, ContinuumState, Fast
 from nestling.continuum import fast as differences
 from nestling.continuum.fast import cut, weight_of
@@ -77,8 +78,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0.0:
-                raise ValueError(f"limits: {field.name} must be a number above 0; got {value!r}")
+            require(value > 0.0, f"limits: {field.name}", value, "a number above 0")
 
 
 def base_norms(continuum: Continuum) -> dict[str, float]:
@@ -173,8 +173,7 @@ class Snapshots:
     """
 
     def __init__(self, most: int) -> None:
-        if isinstance(most, bool) or most < 1:
-            raise ValueError(f"snapshots must be at least 1; got {most!r}")
+        whole_number("snapshots", most)
         self.most = most
         self._kept: OrderedDict[str, tuple[ContinuumState, bool]] = OrderedDict()
 

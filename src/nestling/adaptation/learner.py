@@ -137,7 +137,7 @@ class Learner:
         self._kept: set[str] = set()  # the snapshots since the stream began
         self.continuum.confine = trust_region(continuum, self._norms, self.limits)
 
-    # What it is
+    # Facts about the memory
 
     @property
     def model(self) -> Any:
@@ -560,7 +560,7 @@ class Learner:
             for n in due
         ]
 
-    # Going back, and further
+    # Going back, saving, exporting
 
     @property
     def snapshots(self) -> list[str]:

@@ -38,15 +38,11 @@ def parser() -> Parser:
 
 
 class Arm(NamedTuple):
-    """One trained model and what it cost."""
+    """One trained model, and what the report says of it."""
 
-    name: str
     model: Any
     tokenizer: Any
-    recipe: Any
-    best: float
-    seconds: float
-    folder: Path
+    trained: Any  # nestling.report.demo.Trained
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,6 +76,7 @@ def _say(line: str) -> None:
 
 def _train(name: str, arguments: argparse.Namespace) -> Arm:
     """The recipe of this name, whose levels learn, with three layers."""
+    from nestling.report.demo import Trained
     from nestling.train.recipe import Optim, get_recipe
     from nestling.train.trainer import train
 
@@ -105,9 +102,16 @@ def _train(name: str, arguments: argparse.Namespace) -> Arm:
     outcome = train(recipe, folder)
     if outcome.signal is not None:
         raise KeyboardInterrupt
-    seconds = time.perf_counter() - start
     model = outcome.model.eval()
-    return Arm(name, model, outcome.encoder.tokenizer, recipe, outcome.best, seconds, folder)
+    trained = Trained(
+        name=NAMES[name],
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens=recipe.run.steps * recipe.run.rows * recipe.data.length,
+        seconds=time.perf_counter() - start,
+        best=outcome.best,
+        curve=_curve(folder / "metrics.jsonl"),
+    )
+    return Arm(model, outcome.encoder.tokenizer, trained)
 
 
 def _unseen(tokenizer: Any, arguments: argparse.Namespace) -> Any:
@@ -243,7 +247,7 @@ def _collect(
     import torch
 
     from nestling.description import Timeline, describe
-    from nestling.report.demo import DemoResults, Trained
+    from nestling.report.demo import DemoResults
 
     with torch.no_grad():
         updates = hope.model(ids[:1], use_cache=False, measure=True).updates or ()
@@ -264,17 +268,7 @@ def _collect(
     text = bytes(ids[0].tolist()).decode(errors="replace")
     return DemoResults(
         result=_result(read, counts, kept),
-        trained=[
-            Trained(
-                name=NAMES[arm.name],
-                parameters=sum(p.numel() for p in arm.model.parameters()),
-                tokens=arm.recipe.run.steps * arm.recipe.run.rows * arm.recipe.data.length,
-                seconds=arm.seconds,
-                best=arm.best,
-                curve=_curve(arm.folder / "metrics.jsonl"),
-            )
-            for arm in (hope, transformer)
-        ],
+        trained=[hope.trained, transformer.trained],
         documents=len(ids),
         positions={name: _by_position(found) for name, found in read.items()},
         kept=kept,
@@ -284,7 +278,7 @@ def _collect(
         levels={level.name: level for level in hope.model.config.memory_levels if level.active},
         distances=far,
         worth=_worth(hope.model, ids, first),
-        samples={NAMES[arm.name]: _sample(arm) for arm in (hope, transformer)},
+        samples={arm.trained.name: _sample(arm) for arm in (hope, transformer)},
     )
 
 

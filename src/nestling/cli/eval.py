@@ -12,7 +12,7 @@ from typing import Any
 
 from nestling.checks import one_of
 from nestling.cli import Parser
-from nestling.cli.options import MODEL, folder, load, new_file, trust_option, whole
+from nestling.cli.options import MODEL, folder, load, new_file, quiet, trust_option, whole
 
 _EXAMPLES = """examples:
   nestling eval runs/tiny/model book.txt
@@ -155,8 +155,6 @@ def _suite(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
-    from nestling.cli.quiet import quiet
-
     with quiet():  # the harness logs, draws bars, and asks git about a folder of its own
         try:
             import lm_eval

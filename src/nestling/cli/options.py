@@ -1,10 +1,14 @@
-"""Options that several commands share: numbers, folders, files, models, and the model by name."""
+"""Parts that several commands share: options, a model by name, silence of other libraries."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import sys
+import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,8 +92,6 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     Every command loads models here: complete ones only, and no code of theirs unless it is trusted.
     What libraries say meanwhile is not shown.
     """
-    from nestling.cli.quiet import quiet
-
     with quiet():
         from transformers.utils import logging
 
@@ -98,3 +100,29 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         logging.set_verbosity_error()
         return load_pretrained(arguments.model, trust_remote_code=arguments.trust_remote_code)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide everything that is written to standard error within the block.
+
+    Progress bars, log lines and the words of subprocesses ("not a git repository") are held back.
+    Errors are exceptions and pass.
+    """
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # no standard error at all
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        held, python = sys.stderr, os.fdopen(os.dup(2), "w")
+        sys.stderr = python
+        try:
+            yield
+        finally:
+            sys.stderr = held
+            python.close()
+            os.dup2(kept, 2)
+            os.close(kept)

@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = changed(get_recipe(arguments.recipe), arguments.changes)
     if arguments.show:
         print("\n".join(recipe.lines()))
+        print("# and model.fields.NAME=VALUE, optim.options.NAME=VALUE")
         return 0
     from nestling.train.distributed import join
     from nestling.train.trainer import TrainingFailedError, train

@@ -100,11 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _levels(recipe: Recipe) -> list[dict[str, Any]]:
     """The levels of a recipe's model, as its configuration has them."""
-    from nestling.models import presets
+    from nestling.train.trainer import configuration
 
-    size = presets.SIZES[recipe.model.preset]
-    config = presets.configure(size, recipe.model.mixer, **recipe.model.fields)
-    return config.levels or []
+    return configuration(recipe).levels or []
 
 
 def _same_search(folder: Path, name: str, fixed: Sequence[str], space: Sequence[Axis]) -> None:
@@ -183,7 +181,7 @@ def _start(
     else:
         point = _propose(space, arguments.sampler, number, done)
         write_atomic(settings, json.dumps(point).encode())
-    told = _flat(apply(recipe, point, _levels(recipe)))
+    told = apply(recipe, point, _levels(recipe)).lines()
     threads = str(max(1, (os.cpu_count() or 1) // arguments.jobs))
     command = [sys.executable, "-m", "nestling.cli", "train", arguments.recipe, *told]
     with open(place / "log.txt", "ab") as log:
@@ -206,20 +204,6 @@ def _propose(
     from nestling.train.search import halton, tpe
 
     return tpe(space, number, list(done.values())) if sampler == "tpe" else halton(space, number)
-
-
-def _flat(recipe: Recipe) -> list[str]:
-    """A recipe as the changes that make it from any other."""
-    told = []
-    for part, values in recipe.to_json().items():
-        for key, value in values.items():
-            if isinstance(value, dict):
-                told += [f"{part}.{key}.{name}={json.dumps(v)}" for name, v in value.items()]
-            elif isinstance(value, list):
-                told.append(f"{part}.{key}={','.join(map(str, value))}")
-            else:
-                told.append(f"{part}.{key}={'none' if value is None else value}")
-    return told
 
 
 def _finish(trial: Trial, folder: Path) -> tuple[dict[str, str], float]:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
+
 Scorer = Callable[[str, Sequence[str]], list[float]]
 """`scorer(prompt, options)`: the log-likelihood of every option as what follows the prompt."""
 
@@ -69,10 +71,8 @@ def make_questions(
     distractors: wrong options per question. most: at most so many questions, spread over the text.
     The same text, numbers and seed give the same questions.
     """
-    if distractors < 1:
-        raise ValueError(f"distractors must be at least 1; got {distractors}")
-    if most is not None and most < 1:
-        raise ValueError(f"most must be None or at least 1; got {most}")
+    require(distractors >= 1, "distractors", distractors, "at least 1")
+    require(most is None or most >= 1, "most", most, "None or at least 1")
     facts = [
         fact for sentence in _SENTENCE.split(text) for fact in _facts(" ".join(sentence.split()))
     ]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.losses import windowed_losses
 
 __all__ = ["StreamLoss", "loss_by_position", "token_losses"]
@@ -56,8 +57,7 @@ def loss_by_position(
     model: Any, ids: Sequence[int] | Tensor, *, bins: int = 8, window: int | None = None
 ) -> StreamLoss:
     """Read a text as one stream and average its loss over equal bins of positions."""
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1; got {bins}")
+    require(bins >= 1, "bins", bins, "at least 1")
     losses = token_losses(model, ids, window=window)
     edges = [round(i * len(losses) / bins) for i in range(bins + 1)]
     spans = [(a, b) for a, b in itertools.pairwise(edges) if b > a]

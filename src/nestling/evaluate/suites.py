@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.checks import one_of
+from nestling.checks import one_of, require
 from nestling.evaluate import babilong, longhealth, qasper, ruler
 from nestling.evaluate.samples import BYTES, Books, Sample, Score, Tokens, Words
 
@@ -117,8 +117,7 @@ def samples(
     if task not in SUITES[suite].tasks:
         known = ", ".join(SUITES[suite].tasks)
         raise ValueError(f"{suite} has the tasks {known}; got {task!r}")
-    if count < 1:
-        raise ValueError(f"count must be at least 1; got {count}")
+    require(count >= 1, "count", count, "at least 1")
     # seeds of different runs must not meet: sample i of seed s is not sample i - 1 of seed s + 1
     start = random.Random(seed).getrandbits(48)
     return islice(SUITES[suite].make(task, length, start, data, tokens), count)
@@ -173,8 +172,7 @@ def _read(model: Any, rows: list[Iterator[int]], cache: Any, piece: int) -> Tens
 
     Rows that have ended are masked while others go on: a masked token leaves no trace.
     """
-    if piece < 1:
-        raise ValueError(f"piece must be at least 1 token; got {piece}")
+    require(piece >= 1, "piece", piece, "at least 1 token")
     last: Tensor | None = None
     while True:
         taken = [list(islice(row, piece)) for row in rows]

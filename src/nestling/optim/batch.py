@@ -77,12 +77,7 @@ def run_batched(
     `step` is `flat_step(rule)`, compiled or not.
     """
     for indices in _batches(rule, items, foreach):
-        if len(indices) == 1:
-            yield _one(rule, step, indices[0], items[indices[0]], gates)
-        elif rule.elementwise:
-            yield from _flat(step, indices, items, gates)
-        else:
-            yield from _stacked(step, indices, items, gates)
+        yield from _together(rule, step, indices, items, gates)
 
 
 def _batches(rule: Rule, items: Sequence[Item], foreach: bool | None) -> list[list[int]]:
@@ -105,64 +100,48 @@ def _batches(rule: Rule, items: Sequence[Item], foreach: bool | None) -> list[li
     return batches
 
 
-def _one(rule: Rule, step: Step, index: int, item: Item, gates: Gates) -> StepResult:
-    """A single parameter, without copies."""
-    shape = item.weight.shape
-    if rule.elementwise or item.weight.ndim == 2:
-        write = Write(item.grad, item.x, item.u)
-        after, leaves = step(write, item.leaves, item.weight, gates)
-        # a state must not be the gradient itself: `zero_grad` would erase it
-        own = {k: v.clone() if v is item.grad else v for k, v in leaves.items()}
-        return StepResult(index, after, own, False)
-    inside = matrix(item.weight)
-    leaves = {k: matrix(v) if v.shape == shape else v for k, v in item.leaves.items()}
-    after, leaves = step(Write(matrix(item.grad)), leaves, inside, gates)
-    leaves = {k: v.reshape(shape) if v.shape == inside.shape else v for k, v in leaves.items()}
-    return StepResult(index, after.reshape(shape), leaves, True)
-
-
-def _stacked(
-    step: Step, indices: list[int], items: Sequence[Item], gates: Gates
+def _together(
+    rule: Rule, step: Step, indices: list[int], items: Sequence[Item], gates: Gates
 ) -> Iterator[StepResult]:
-    """Same-shaped matrices, stacked along a new first dimension."""
-    batch = [items[i] for i in indices]
-    inside = matrix(batch[0].weight).shape
-    weight = torch.stack([matrix(item.weight) for item in batch])  # [N, rows, columns]
-    grad = torch.stack([matrix(item.grad) for item in batch])
-    leaves = {
-        key: torch.stack(
-            [
-                matrix(item.leaves[key])
-                if item.leaves[key].shape == item.weight.shape
-                else item.leaves[key]
-                for item in batch
-            ]
-        )
-        for key in batch[0].leaves
-    }
-    after, state = step(Write(grad), leaves, weight, gates)
-    for place, (index, item) in enumerate(zip(indices, batch, strict=True)):
-        shape = item.weight.shape
-        parts = {k: v[place] for k, v in state.items()}
-        parts = {k: v.reshape(shape) if v.shape == inside else v for k, v in parts.items()}
-        yield StepResult(index, after[place].reshape(shape), parts, True)
+    """One call of the rule for items that go together.
 
-
-def _flat(
-    step: Step, indices: list[int], items: Sequence[Item], gates: Gates
-) -> Iterator[StepResult]:
-    """An elementwise rule on parameters of any shape, joined into one vector."""
+    One parameter goes as it is (as a matrix, if the rule needs one), without copies. Several are
+    joined into one vector for an elementwise rule, and stacked as matrices for any other.
+    """
     batch = [items[i] for i in indices]
-    sizes = [item.weight.numel() for item in batch]
-    weight = torch.cat([item.weight.reshape(-1) for item in batch])
-    grad = torch.cat([item.grad.reshape(-1) for item in batch])
-    leaves = {
-        key: torch.cat([item.leaves[key].reshape(-1) for item in batch]) for key in batch[0].leaves
-    }
-    after, state = step(Write(grad), leaves, weight, gates)
-    directions = after.split(sizes)
-    parts = {k: v.split(sizes) for k, v in state.items()}
+    alone, first = len(batch) == 1, batch[0].weight
+    as_is = alone and (rule.elementwise or first.ndim == 2)
+
+    def inside(tensor: Tensor, item: Item) -> Tensor:
+        if as_is or (not rule.elementwise and tensor.shape != item.weight.shape):
+            return tensor
+        return tensor.reshape(-1) if rule.elementwise else matrix(tensor)
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        if alone:
+            return tensors[0]
+        return torch.cat(tensors) if rule.elementwise else torch.stack(tensors)
+
+    def parts(joined: Tensor) -> Sequence[Tensor]:
+        if alone:
+            return (joined,)
+        sizes = [item.weight.numel() for item in batch]
+        return joined.split(sizes) if rule.elementwise else joined.unbind()
+
+    weight = join([inside(item.weight, item) for item in batch])
+    grad = join([inside(item.grad, item) for item in batch])
+    leaves = {k: join([inside(i.leaves[k], i) for i in batch]) for k in batch[0].leaves}
+    write = Write(grad, batch[0].x, batch[0].u)  # what was captured goes alone
+    after, state = step(write, leaves, weight, gates)
+    directions, states = parts(after), {k: parts(v) for k, v in state.items()}
+    whole = inside(first, batch[0]).shape
     for place, (index, item) in enumerate(zip(indices, batch, strict=True)):
-        shape = item.weight.shape
-        own = {k: v[place].reshape(shape) for k, v in parts.items()}
-        yield StepResult(index, directions[place].reshape(shape), own, True)
+
+        def outside(tensor: Tensor, shape: torch.Size = item.weight.shape) -> Tensor:
+            back = rule.elementwise or tensor.shape == whole
+            return tensor.reshape(shape) if back and tensor.shape != shape else tensor
+
+        own = {k: outside(v[place]) for k, v in states.items()}
+        if as_is:  # a state must not be the gradient itself: `zero_grad` would erase it
+            own = {k: v.clone() if v is item.grad else v for k, v in own.items()}
+        yield StepResult(index, outside(directions[place]), own, not as_is)

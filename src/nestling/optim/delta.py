@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.optim.batch import Item
 from nestling.optim.inputs import Capture, require_capture
-from nestling.optim.sharded import is_sharded
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, common, require
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, common
 from nestling.rules import Gates, Rule, State, Write, delta_momentum, delta_momentum_literal, dgd
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.dgd import dgd_factors
+from nestling.shards import is_sharded
 
 
 class DGD(RuleOptimizer):
@@ -60,7 +61,7 @@ class DGD(RuleOptimizer):
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense."""
         super().check(group)
-        require("erase", group["erase"], 0.0 <= group["erase"] <= 1.0, "in [0, 1]")
+        require(0.0 <= group["erase"] <= 1.0, "erase", group["erase"], "in [0, 1]")
         check_decays("momentum", (group["momentum"],))
         self.inputs.keep_reads |= group["erase"] > 0.0
         for parameter in group["params"]:
@@ -159,7 +160,7 @@ class DeltaMomentum(RuleOptimizer):
         """Refuse settings that make no sense."""
         super().check(group)
         check_decays("momentum", (group["momentum"],))
-        require("rate", group["rate"], group["rate"] > 0, "positive")
+        require(group["rate"] > 0, "rate", group["rate"], "positive")
 
     def rule(self, group: Group, kind: bool) -> Rule:
         """Delta momentum for matrices, its element-wise form for vectors."""
@@ -205,9 +206,9 @@ class DeepMomentum(RuleOptimizer):
         super().check(group)
         check_decays("momentum", (group["momentum"],))
         check_decays("gain", (group["gain"],))
-        require("rate", group["rate"], group["rate"] > 0, "positive")
+        require(group["rate"] > 0, "rate", group["rate"], "positive")
         hidden = group["hidden"]
-        require("hidden", hidden, isinstance(hidden, int) and hidden >= 1, "an int of at least 1")
+        require(isinstance(hidden, int) and hidden >= 1, "hidden", hidden, "an int of at least 1")
 
     def rule(self, group: Group, kind: Any) -> Rule:
         """Deep momentum on the rows; a vector is one row."""

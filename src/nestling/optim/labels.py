@@ -8,7 +8,8 @@ tables of vectors, gains and biases are vectors: they take AdamW. How they are t
 - `model.named_parameters()`: by name (`embed`, `wte`, `lm_head`, ...) and shape;
 - plain `model.parameters()`: a tensor does not say what it is for, and a small vocabulary looks
   like any other matrix. The first and the last matrix, where embeddings and heads stand, the tables
-  that follow the first, and long tables anywhere take AdamW: rather a hidden matrix too few;
+  that follow the first, and long tables anywhere take AdamW: an embedding that is orthogonalised
+  does more harm than a hidden matrix that is not;
 - a group with `orthogonal=True` or `False` is taken at its word.
 """
 
@@ -42,9 +43,9 @@ def is_hidden_matrix(parameter: Tensor) -> bool:
 def label(parameters: Sequence[Tensor], names: Sequence[str] | None = None) -> list[bool]:
     """For each parameter of a model, in its order: is it a hidden matrix?
 
-    By name where there are names, otherwise by place (see the module's docstring). In a list
-    without any vector somebody has chosen matrices: the first and the last of them are hidden if
-    another one reads what they put out, and one alone is judged by its shape.
+    By name where there are names, otherwise by place (see the module's docstring). A list without
+    any vector is a choice of matrices: the first and the last of them are hidden if another one
+    reads their output, and one alone is judged by its shape.
     """
     hidden = [is_hidden_matrix(parameter) for parameter in parameters]
     if names is not None:

@@ -1,7 +1,7 @@
 """M3, Muon and AdaMuon: hidden matrices are orthogonalised, everything else takes AdamW.
 
-Which is which, `labels` says; a group without `orthogonal` keeps the answer for each of its
-parameters under "hidden". AdamW's share of such a group steps with `lr` times `adam_scale`, which
+`labels` tells them apart; a group without `orthogonal` keeps the answer for each of its parameters
+under "hidden". AdamW's share of such a group steps with `lr` times `adam_scale`, which
 is `adam_lr / lr` as they were given, so that schedulers scale both.
 """
 
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.optim.labels import label
-from nestling.optim.shell import Group, RuleOptimizer, check_decays, common, require
+from nestling.optim.shell import Group, RuleOptimizer, check_decays, common
 from nestling.rules import Rule, adamuon, multiscale, multiscale_literal, muon
 from nestling.rules.adam import adam
 
@@ -107,15 +108,13 @@ class OrthogonalOptimizer(RuleOptimizer):
         """Refuse settings that make no sense."""
         super().check(group)
         rate = group["adam_lr"]
-        require(
-            "adam_lr", rate, rate is None or rate >= 0, "None (as lr) or a number of at least 0"
-        )
+        require(rate is None or rate >= 0, "adam_lr", rate, "None (as lr) or at least 0")
         check_decays("adam_betas", group["adam_betas"])
-        require("eps", group["eps"], group["eps"] >= 0, "a number of at least 0")
-        require("steps", group["steps"], group["steps"] >= 1, "at least 1")
+        require(group["eps"] >= 0, "eps", group["eps"], "a number of at least 0")
+        require(group["steps"] >= 1, "steps", group["steps"], "at least 1")
         chosen = group["precision"]
         known = (None, torch.bfloat16, torch.float32, torch.float64)
-        require("precision", chosen, chosen in known, "None, bfloat16, float32 or float64")
+        require(chosen in known, "precision", chosen, "None, bfloat16, float32 or float64")
 
     def rule(self, group: Group, kind: Kind) -> Rule:
         """Newton-Schulz for the matrices, AdamW for the rest."""
@@ -176,10 +175,10 @@ class M3(OrthogonalOptimizer):
         """Refuse settings that make no sense."""
         super().check(group)
         betas, chunk = group["betas"], group["chunk"]
-        require("betas", betas, len(betas) == 3, "three numbers in [0, 1)")
+        require(len(betas) == 3, "betas", betas, "three numbers in [0, 1)")
         check_decays("betas", betas)
-        require("chunk", chunk, isinstance(chunk, int) and chunk >= 1, "an int of at least 1")
-        require("slow_weight", group["slow_weight"], group["slow_weight"] >= 0, "at least 0")
+        require(isinstance(chunk, int) and chunk >= 1, "chunk", chunk, "an int of at least 1")
+        require(group["slow_weight"] >= 0, "slow_weight", group["slow_weight"], "at least 0")
 
     def matrix_rule(self, group: Group) -> Rule:
         """M3's rule (Eq. 75)."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.levels import due
 from nestling.optim.inputs import Capture, require_capture
-from nestling.optim.shell import ExactState, check_rate, loss_of, require
+from nestling.optim.shell import ExactState, check_rate, loss_of
 from nestling.rules.retaining import retain_inputs, retaining
 
 
@@ -52,8 +53,8 @@ class Retaining(ExactState):
 
     def _check(self, group: dict[str, Any]) -> None:
         check_rate(group["lr"])
-        require("keep", group["keep"], group["keep"] > 0.0, "a number above 0")
-        require("chunk", group["chunk"], group["chunk"] >= 1, "a whole number of at least 1")
+        require(group["keep"] > 0.0, "keep", group["keep"], "a number above 0")
+        require(group["chunk"] >= 1, "chunk", group["chunk"], "a whole number of at least 1")
         for weight in group["params"]:
             if not self.inputs.covers(weight):
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 (`fully_shard`) or `distribute_tensor` has cut into shards.
+"""A step of parameters that are cut over processes (`nestling.shards`).
 
 An elementwise rule runs on each rank's own shard. Any other rule needs whole matrices: they are
 shared out over the ranks, each rank collects the shards of its matrices, runs the rule on them, and
@@ -19,18 +19,9 @@ from torch import Tensor
 
 from nestling.optim.batch import Item, StepResult
 from nestling.rules import Rule
+from nestling.shards import cut, full, is_sharded, joined, local, rows_of, share_of
 
 Run = Callable[[Sequence[Item]], Iterator[StepResult]]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor (told without importing `torch.distributed.tensor`)."""
-    return hasattr(tensor, "device_mesh")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def start(
@@ -40,20 +31,20 @@ def start(
     if not is_sharded(weight):
         return initial(rule, weight.to(dtype))
     if rule.elementwise:
-        return {k: _wrap(v, weight) for k, v in initial(rule, local(weight).to(dtype)).items()}
-    return {k: _shard(v, weight) for k, v in initial(rule, _full(weight).to(dtype)).items()}
+        return {k: joined(v, weight) for k, v in initial(rule, local(weight).to(dtype)).items()}
+    return {k: _like(v, weight) for k, v in initial(rule, full(weight).to(dtype)).items()}
 
 
 def run_sharded(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     """`inner` over the items, whole or sharded; directions come back as this rank's part."""
-    cut = [i for i, item in enumerate(items) if is_sharded(item.weight)]
-    if not cut:
+    split = [i for i, item in enumerate(items) if is_sharded(item.weight)]
+    if not split:
         yield from inner(items)
         return
-    plain = [i for i in range(len(items)) if i not in set(cut)]
+    plain = [i for i in range(len(items)) if i not in set(split)]
     for result in inner([items[i] for i in plain]):
         yield replace(result, index=plain[result.index])
-    pieces = [_aligned(items[i]) for i in cut]
+    pieces = [_aligned(items[i]) for i in split]
     if rule.elementwise:
         results = inner([_map(local, item) for item in pieces])
     elif all(_exchangeable(item, pieces[0]) for item in pieces):
@@ -63,19 +54,18 @@ def run_sharded(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[StepR
     for result in results:
         item = pieces[result.index]
         leaves = {
-            k: _wrap(v, item.weight) if is_sharded(item.leaves[k]) else v
+            k: joined(v, item.weight) if is_sharded(item.leaves[k]) else v
             for k, v in result.leaves.items()
         }
-        yield replace(result, index=cut[result.index], leaves=leaves)
+        yield replace(result, index=split[result.index], leaves=leaves)
 
 
 def _gathered(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     """Every rank runs the rule on whole matrices and keeps its own part of the results."""
-    for result in inner([_map(_full, item) for item in items]):
+    for result in inner([_map(full, item) for item in items]):
         like = items[result.index].weight
-
-        leaves = {k: local(_shard(v, like)) for k, v in result.leaves.items()}
-        yield StepResult(result.index, local(_shard(result.direction, like)), leaves, True)
+        leaves = {k: local(_like(v, like)) for k, v in result.leaves.items()}
+        yield StepResult(result.index, local(_like(result.direction, like)), leaves, True)
 
 
 def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
@@ -95,7 +85,7 @@ def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
     # back: each rank gets its rows of the directions and the new state
     done = sorted(inner(mine), key=lambda result: result.index)
     after = [t for result in done for t in (result.direction, *(result.leaves[k] for k in names))]
-    send = [[t[_rows(len(t), r, ranks)] for t in after] for r in range(ranks)]
+    send = [[t[slice(*share_of(len(t), r, ranks))] for t in after] for r in range(ranks)]
     shapes = [
         [_part(t, me, ranks) for i in owned[r] for t in _tensors(i)[1:]] for r in range(ranks)
     ]
@@ -135,16 +125,10 @@ def _owners(items: Sequence[Item], ranks: int) -> list[int]:
     return owner
 
 
-def _rows(rows: int, rank: int, ranks: int) -> slice:
-    """The rows that `Shard(0)` gives to a rank."""
-    each = -(-rows // ranks)
-    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
-
-
 def _part(tensor: Tensor, rank: int, ranks: int) -> list[int]:
     """The shape of a rank's shard."""
-    rows = _rows(tensor.shape[0], rank, ranks)
-    return [rows.stop - rows.start, *tensor.shape[1:]]
+    start, stop = share_of(tensor.shape[0], rank, ranks)
+    return [stop - start, *tensor.shape[1:]]
 
 
 def _tensors(item: Item) -> list[Tensor]:
@@ -170,30 +154,12 @@ def _exchangeable(item: Item, first: Item) -> bool:
     weight: Any = item.weight
     return (
         weight.device_mesh == first.weight.device_mesh  # type: ignore[attr-defined]
-        and weight.device_mesh.ndim == 1
-        and weight.placements[0].is_shard(0)
+        and rows_of(weight) is not None
         and weight.dtype == first.weight.dtype
         and all(is_sharded(leaf) for leaf in item.leaves.values())
     )
 
 
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def _wrap(part: Tensor, like: Any) -> Tensor:
-    """This rank's part as a DTensor laid out like another."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
-
-
-def _shard(whole: Tensor, like: Any) -> Tensor:
-    """A whole tensor laid out like another, if it has its shape; no communication."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if whole.shape != like.shape:
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+def _like(whole: Tensor, weight: Tensor) -> Tensor:
+    """State that has its weight's shape, cut as that is; other state whole."""
+    return cut(whole, weight) if whole.shape == weight.shape else whole

@@ -4,6 +4,8 @@ Hyperparameters live in param groups, so schedulers and per-group settings work 
 step and parameter: `lr` is the rate, `1 - lr * weight_decay` the retention (decoupled weight
 decay), the parameter's own step count the clock. State is kept in float32 at least, whatever the
 parameter's dtype; the update is computed there and rounded once.
+
+`compose` makes an optimizer of rules in one line.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.optim import sharded
 from nestling.optim.batch import Item, Step, StepResult, flat_step, matrix, run_batched
-from nestling.rules import Gates, Rule, accumulate
+from nestling.rules import Gates, Rule, accumulate, chain
+from nestling.shards import local
 from nestling.tree import tree_dict
 
 Group = Mapping[str, Any]
@@ -29,15 +32,9 @@ OWN = ("step", "master", "follow")
 """State of the shell itself; everything else belongs to the rule."""
 
 
-def require(name: str, value: Any, allowed: bool, what: str) -> None:
-    """Refuse a hyperparameter with a message that says what is allowed."""
-    if not allowed:
-        raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
 def check_decays(name: str, values: Iterable[float]) -> None:
     """Refuse decays of moving averages outside [0, 1)."""
-    require(name, values, all(0.0 <= value < 1.0 for value in values), "in [0, 1)")
+    require(all(0.0 <= value < 1.0 for value in values), name, values, "in [0, 1)")
 
 
 def common(
@@ -72,7 +69,7 @@ def check_rate(lr: float | Tensor) -> None:
             "Tensor lr must be 1-element: lr must be a number, or a tensor of one element, got"
             f" {lr!r}"
         )
-    require("lr", lr, bool(lr >= 0) and math.isfinite(lr), "a finite number of at least 0")
+    require(bool(lr >= 0) and math.isfinite(lr), "lr", lr, "a finite number of at least 0")
 
 
 class ExactState(torch.optim.Optimizer):
@@ -107,8 +104,8 @@ class ExactState(torch.optim.Optimizer):
                 handle.remove()
 
     def _load_exactly(self, state_dict: dict[str, Any]) -> None:
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        saved = (key for group in state_dict["param_groups"] for key in group["params"])
+        ours = (parameter for group in self.param_groups for parameter in group["params"])
         for key, parameter in zip(saved, ours, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 device = torch.device("cpu") if name == "step" else parameter.device
@@ -153,12 +150,10 @@ class RuleOptimizer(ExactState, ABC):
 
     def check(self, group: Group) -> None:
         """Refuse settings that make no sense. Concrete optimizers add their own."""
-        decay = group["weight_decay"]
+        decay, batched = group["weight_decay"], group["foreach"]
         check_rate(group["lr"])
-        require("weight_decay", decay, decay >= 0, "a number of at least 0")
-        require(
-            "foreach", group["foreach"], group["foreach"] in (None, True, False), "a bool or None"
-        )
+        require(decay >= 0, "weight_decay", decay, "a number of at least 0")
+        require(batched in (None, True, False), "foreach", batched, "a bool or None")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own settings (checked at once)."""
@@ -288,13 +283,13 @@ class RuleOptimizer(ExactState, ABC):
         decay = self.follow(group)
         if not decay:
             return direction
-        memory = sharded.local(self.state[parameter]["follow"])
+        memory = local(self.state[parameter]["follow"])
         memory.copy_(accumulate(memory, direction, retain=decay, rate=1.0))
         return memory
 
     def _take(self, parameter: Tensor, direction: Tensor, gates: Gates) -> None:
         """`weight <- retain * weight - rate * direction`, rounded once to the parameter's dtype."""
-        weight = sharded.local(self.state[parameter].get("master", parameter))
+        weight = local(self.state[parameter].get("master", parameter))
         if weight.dtype == direction.dtype:
             _descend_(weight, direction, gates)
         else:
@@ -302,7 +297,7 @@ class RuleOptimizer(ExactState, ABC):
             _descend_(exact, direction, gates)
             weight.copy_(exact)
         if "master" in self.state[parameter]:
-            sharded.local(parameter).copy_(weight)
+            local(parameter).copy_(weight)
 
     def _keep(self, parameter: Tensor, result: StepResult) -> None:
         """Keep the new state, in memory and layout of its own."""
@@ -342,3 +337,58 @@ def _descend_(weight: Tensor, direction: Tensor, gates: Gates) -> None:
         weight.sub_(gates.rate * direction)
     else:
         weight.sub_(direction, alpha=gates.rate)
+
+
+class Composed(RuleOptimizer):
+    """One rule for all parameters; made by `compose`."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: Rule,
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        master_weights: bool = False,
+        compile: bool = False,
+    ) -> None:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rule must be a nestling.rules.Rule, got {type(rule).__name__}")
+        self._rule = rule
+        rest = common(weight_decay, maximize, foreach, master_weights, compile)
+        super().__init__(params, {"lr": lr, "momentum": momentum, **rest})
+
+    def check(self, group: Group) -> None:
+        """Refuse settings that make no sense."""
+        super().check(group)
+        check_decays("momentum", (group["momentum"],))
+
+    def follow(self, group: Group) -> float:
+        """Momentum over the rule's directions."""
+        return group["momentum"]
+
+    def rule(self, group: Group, kind: Any) -> Rule:
+        """The composed rule. Vectors reach it as matrices of one row."""
+        return self._rule
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_rule": self._rule}
+
+
+def compose(params: Iterable[Any], *rules: Rule, **options: Any) -> Composed:
+    """An optimizer that passes gradients through the rules from left to right.
+
+    `options` are `lr`, `momentum` (over the rules' directions), `weight_decay` (decoupled),
+    `maximize`, `foreach`, `master_weights`, `compile`. AdamW is
+    `compose(params, adam(), lr=1e-3, weight_decay=0.01)`. Without rules it is gradient descent.
+    """
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"compose takes rules after the parameters, got {type(rule).__name__};"
+                " settings such as lr go by name"
+            )
+    return Composed(params, rules[0] if len(rules) == 1 else chain(*rules), **options)

@@ -30,12 +30,10 @@ from nestling.rules.core import (
 from nestling.rules.deep_momentum import deep_momentum
 from nestling.rules.delta_momentum import delta_momentum, delta_momentum_literal
 from nestling.rules.dgd import dgd
-from nestling.rules.feature_momentum import feature_momentum
-from nestling.rules.momentum import accumulate, momentum
+from nestling.rules.momentum import accumulate, feature_momentum, momentum, nonlinear
 from nestling.rules.multiscale import multiscale, multiscale_literal
 from nestling.rules.muon import adamuon, muon
 from nestling.rules.newton_schulz import CUBIC, QUINTIC, newton_schulz, orthogonalise
-from nestling.rules.nonlinear import nonlinear
 from nestling.rules.retaining import retain_inputs, retaining, retaining_step
 
 __all__ = [

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.momentum import accumulate
 
@@ -32,8 +33,7 @@ Direction = Callable[[Moments, Tensor, int], Tensor]
 def averaged(beta1: float, beta2: float, direction: Direction) -> Rule:
     """A rule that keeps moving averages of the gradient and its square, and steps by them."""
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"{name} must lie in [0, 1), got {beta!r}")
+        require(0.0 <= beta < 1.0, name, beta, "in [0, 1)")
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         past = Moments(
@@ -84,8 +84,7 @@ def second_moment(
 
     `centered` takes the variance instead; `debias` corrects for the start at zero.
     """
-    if not 0.0 <= decay < 1.0:
-        raise ValueError(f"second_moment: decay must lie in [0, 1), got {decay!r}")
+    require(0.0 <= decay < 1.0, "second_moment: decay", decay, "in [0, 1)")
 
     def init(weight: Tensor) -> State:
         return _init(weight) if centered else SecondMoment(torch.zeros_like(weight))
@@ -110,8 +109,7 @@ def adagrad(*, eps: float = 1e-10, start: float = 0.0, rate_decay: float = 0.0) 
     `start` is the sum before the first step (torch's `initial_accumulator_value`); the step shrinks
     as `1 / (1 + (step - 1) rate_decay)`.
     """
-    if not start >= 0.0:
-        raise ValueError(f"adagrad: start must be at least 0, got {start!r}")
+    require(start >= 0.0, "adagrad: start", start, "at least 0")
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         second = torch.addcmul(state.second, write.grad, write.grad)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.size import TINY
 
@@ -46,10 +47,8 @@ def deep_momentum(
 
     `decay` is the memory's alpha, `rate` its eta, `gain` how far its answer may bend the step.
     """
-    if hidden < 1:
-        raise ValueError(f"deep_momentum: hidden must be at least 1, got {hidden}")
-    if not 0.0 <= gain < 1.0:
-        raise ValueError(f"deep_momentum: gain must lie in [0, 1) to descend, got {gain}")
+    require(hidden >= 1, "deep_momentum: hidden", hidden, "at least 1")
+    require(0.0 <= gain < 1.0, "deep_momentum: gain", gain, "in [0, 1) to descend")
 
     def init(weight: Tensor) -> DeepMomentumState:
         inputs = weight.shape[-1] if weight.ndim else 1

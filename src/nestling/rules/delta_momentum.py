@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory
 from nestling.rules.dgd import dgd_direction
 from nestling.rules.size import TINY, rms
@@ -67,10 +68,8 @@ def delta_momentum(
     `elementwise` chooses the form for vectors; by default any weight of fewer than two dimensions
     takes it.
     """
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"delta_momentum: decay must lie in [0, 1], got {decay}")
-    if not rate > 0.0:
-        raise ValueError(f"delta_momentum: rate must be positive, got {rate}")
+    require(0.0 <= decay <= 1.0, "delta_momentum: decay", decay, "in [0, 1]")
+    require(rate > 0.0, "delta_momentum: rate", rate, "positive")
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         grad, old = write.grad, decay * state.memory

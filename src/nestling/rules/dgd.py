@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory, pairs
 
 
@@ -76,8 +77,7 @@ def dgd(*, mean: bool = False, erase: float = 1.0) -> Rule:
     target, 0 keeps the fixed points of the loss; see the module's docstring. Retention stays with
     the step: it solves `... + |W - retain W_t|^2 / (2 rate)`.
     """
-    if not 0.0 <= erase <= 1.0:
-        raise ValueError(f"dgd: erase must lie in [0, 1], got {erase}")
+    require(0.0 <= erase <= 1.0, "dgd: erase", erase, "in [0, 1]")
 
     def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
         x, u = pairs(write, "dgd")

@@ -30,6 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.machine import bf16_is_quicker
 from nestling.rules.core import Rule, factory, stateless
 from nestling.rules.size import norm
@@ -158,5 +159,4 @@ def _check(matrix: Tensor, steps: int) -> None:
         )
     if not matrix.is_floating_point():
         raise TypeError(f"newton_schulz: matrix must be floating point, got {matrix.dtype}")
-    if steps < 0:
-        raise ValueError(f"newton_schulz: steps must be at least 0, got {steps}")
+    require(steps >= 0, "newton_schulz: steps", steps, "at least 0")

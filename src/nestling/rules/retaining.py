@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.rules.core import Gates, Rule, State, Write, factory
 
 _PIECE = 64
@@ -66,8 +67,7 @@ def retaining(
     prior and skewed inputs a float32 one blows up; with a strong prior `dtype=torch.float32` will
     do, in half the time.
     """
-    if not keep > 0.0:
-        raise ValueError(f"retaining: keep must be above 0; got {keep}")
+    require(keep > 0.0, "retaining: keep", keep, "above 0")
 
     def init(weight: Tensor) -> State:
         size = weight.shape[-1]

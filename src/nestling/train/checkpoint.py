@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.files import (
     BrokenFileError,
     TensorFile,
@@ -35,7 +36,8 @@ from nestling.files import (
     write_manifest,
     write_tensors,
 )
-from nestling.train.distributed import World, own_rows, rows_of
+from nestling.shards import full, is_sharded, local, rows_of
+from nestling.train.distributed import World, own_rows
 from nestling.tree import pack, unpack
 
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -80,8 +82,7 @@ def save_checkpoint(
     same step stays: resuming is exact, so it says the same.
     """
     world = world or World()
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1; got {keep}")
+    require(keep >= 1, "keep", keep, "at least 1")
     final = folder / f"step-{step:08d}"
     building = folder / f".{final.name}.building"
     try:
@@ -161,12 +162,9 @@ def _share(
     load = [0] * world.size
     for name, given in tensors.items():
         tensor: Any = given
-        if hasattr(tensor, "device_mesh"):
+        if is_sharded(tensor):  # put together everywhere if it is not cut by rows
             whole, place = list(tensor.shape), rows_of(tensor)
-            if place is None:  # not cut by rows: put together everywhere
-                tensor = tensor.full_tensor()
-            else:
-                tensor = tensor.to_local()
+            tensor = full(tensor) if place is None else local(tensor)
         elif name.split("/")[1] in cut:
             whole = [tensor.shape[0] * world.size, *tensor.shape[1:]]
             place = (world.rank * tensor.shape[0], (world.rank + 1) * tensor.shape[0])
@@ -417,9 +415,8 @@ def restore_(model: Any, optimizer: torch.optim.Optimizer, saved: Checkpoint) ->
     with torch.no_grad():
         for key, name in names.items():
             into = current[key]
-            local = into.to_local() if hasattr(into, "device_mesh") else into
             start, stop = rows_of(into) or (0, into.shape[0] if into.dim() else 0)
             rows = saved.read(name, start, stop)
             check_finite(rows, f"{saved.path}: {key}")
-            local.copy_(rows)
+            local(into).copy_(rows)
     optimizer.load_state_dict(saved.load("optimizer", read))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nestling.checks import one_of
+from nestling.checks import one_of, require
 
 
 class Gpu(NamedTuple):
@@ -80,15 +80,11 @@ def cost(
     (a third of the counted operations).
     """
     one_of("gpu", gpu, GPUS)
-    for name, value, allowed, words in (
-        ("gpus", gpus, gpus >= 1, "at least 1"),
-        ("rows_per_gpu", rows_per_gpu, rows_per_gpu >= 1, "at least 1"),
-        ("length", length, length >= 1, "at least 1"),
-        ("tokens", tokens, 0 < tokens < math.inf, "a finite number above 0"),
-        ("utilisation", utilisation, 0 < utilisation <= 1, "in (0, 1]"),
-    ):
-        if not allowed:
-            raise ValueError(f"{name} must be {words}; got {value}")
+    require(gpus >= 1, "gpus", gpus, "at least 1")
+    require(rows_per_gpu >= 1, "rows_per_gpu", rows_per_gpu, "at least 1")
+    require(length >= 1, "length", length, "at least 1")
+    require(0 < tokens < math.inf, "tokens", tokens, "a finite number above 0")
+    require(0 < utilisation <= 1, "utilisation", utilisation, "in (0, 1]")
     from nestling.models.presets import parameter_count
 
     device = GPUS[gpu]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nestling.shards import cut, full, is_sharded, joined, local, rows_of
 from nestling.tree import tree_map
 
 
@@ -78,51 +79,29 @@ class World:
 
 def whole(value: Any) -> Any:
     """Nested states with every sharded tensor put together (all processes must call this)."""
-    return tree_map(lambda t: _gather(t) if hasattr(t, "device_mesh") else t, value, plain=True)
+    return tree_map(lambda t: _gather(t) if is_sharded(t) else t, value, plain=True)
 
 
 def _gather(tensor: Any) -> Tensor:
     """A sharded tensor whole; one blocking collective, rows padded to equal shards."""
     if rows_of(tensor) is None:
-        return tensor.full_tensor()
-    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+        return full(tensor)
+    mesh, own = tensor.device_mesh, local(tensor).detach()
     rows, size = tensor.shape[0], mesh.size()
-    padded = local.new_zeros(-(-rows // size), *local.shape[1:])
-    padded[: local.shape[0]] = local
+    padded = own.new_zeros(-(-rows // size), *own.shape[1:])
+    padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=mesh.get_group())
     return torch.cat(parts)[:rows].clone()
 
 
-def rows_of(tensor: Any) -> tuple[int, int] | None:
-    """The rows of a tensor that this process holds; None unless it is cut by rows (FSDP2)."""
-    if not hasattr(tensor, "device_mesh"):
-        return None
-    from torch.distributed.tensor import Shard
-
-    mesh = tensor.device_mesh
-    if mesh.ndim != 1 or tensor.placements != (Shard(0),):
-        return None
-    rows = tensor.shape[0]
-    share = -(-rows // mesh.size())
-    start = min(mesh.get_local_rank() * share, rows)
-    return start, min(start + share, rows)
-
-
 def own_rows(like: Any, read: Callable[[int, int], Tensor]) -> Tensor:
     """A tensor cut as `like` is, of the rows that `read(start, stop)` gives."""
-    if not hasattr(like, "device_mesh"):
-        return read(0, like.shape[0] if like.dim() else 0)
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    mesh, placements, place = like.device_mesh, like.placements, rows_of(like)
-    if place is None:
-        whole_tensor = read(0, like.shape[0]).to(like.device)
-        return distribute_tensor(whole_tensor, mesh, placements, src_data_rank=None)
-    local = read(*place).to(like.device)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    place = rows_of(like)
+    if place is not None:
+        return joined(read(*place).to(like.device), like)
+    held = read(0, like.shape[0] if like.dim() else 0)
+    return cut(held.to(like.device), like) if is_sharded(like) else held
 
 
 @contextlib.contextmanager

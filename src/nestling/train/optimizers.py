@@ -18,7 +18,7 @@ from nestling.train.recipe import Optim
 Maker = Callable[..., torch.optim.Optimizer]
 
 
-def _decayed(model: nn.Module) -> Iterable[Any]:
+def decayed(model: nn.Module) -> Iterable[Any]:
     """Matrices decay; vectors (norms, gates, biases) do not."""
     weights = [p for p in model.parameters() if p.requires_grad]
     return [
@@ -28,13 +28,13 @@ def _decayed(model: nn.Module) -> Iterable[Any]:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Iterable[Any]], Maker]] = {
-    "adamw": (_decayed, partial(torch.optim.AdamW, betas=(0.9, 0.95))),
-    "sgd": (_decayed, torch.optim.SGD),
+    "adamw": (decayed, partial(torch.optim.AdamW, betas=(0.9, 0.95))),
+    "sgd": (decayed, torch.optim.SGD),
     "muon": (optim.param_groups, optim.Muon),
     "m3": (optim.param_groups, optim.M3),
     "adamuon": (optim.param_groups, optim.AdaMuon),
-    "delta_momentum": (_decayed, optim.DeltaMomentum),
-    "deep_momentum": (_decayed, optim.DeepMomentum),
+    "delta_momentum": (decayed, optim.DeltaMomentum),
+    "deep_momentum": (decayed, optim.DeepMomentum),
 }
 """How each optimizer wants its parameters grouped, and how it is made."""
 

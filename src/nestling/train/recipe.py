@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from nestling.checks import one_of
-from nestling.train.schedule import Schedule
+from nestling.checks import one_of, require
 
 __all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get_recipe"]
 
@@ -98,21 +97,16 @@ class Recipe:
         for key, least, optional in _COUNTS:
             part, _, name = key.partition(".")
             value = getattr(getattr(self, part), name)
-            if (value is not None or not optional) and not value >= least:
-                raise ValueError(f"{key} must be at least {least}; got {value}")
-        optim = self.optim
-        if not 0 < optim.lr <= _MOST_RATE:
-            raise ValueError(f"optim.lr must be above 0 and at most {_MOST_RATE:g}; got {optim.lr}")
-        if optim.clip is not None and not (math.isfinite(optim.clip) and optim.clip > 0):
-            raise ValueError(
-                f"optim.clip must be a finite number above 0, or none; got {optim.clip}"
-            )
-        if not 0 <= optim.weight_decay < math.inf:
-            raise ValueError(
-                f"optim.weight_decay must be a finite number from 0; got {optim.weight_decay}"
-            )
-        if any(chunk < 1 for chunk in optim.chunks):
-            raise ValueError(f"optim.chunks must be at least 1 each; got {optim.chunks}")
+            none = value is None and optional
+            require(none or value >= least, key, value, f"at least {least}")
+        rate, clip, decay = self.optim.lr, self.optim.clip, self.optim.weight_decay
+        words = f"above 0 and at most {_MOST_RATE:g}"
+        require(0 < rate <= _MOST_RATE, "optim.lr", rate, words)
+        finite = clip is None or 0 < clip < math.inf
+        require(finite, "optim.clip", clip, "a finite number above 0, or none")
+        require(0 <= decay < math.inf, "optim.weight_decay", decay, "a finite number from 0")
+        chunks = self.optim.chunks
+        require(all(chunk >= 1 for chunk in chunks), "optim.chunks", chunks, "at least 1 each")
         for name in ("train", "valid"):
             if not all(getattr(self.data, name)) or not getattr(self.data, name):
                 raise ValueError(f"data.{name} must name at least one source")
@@ -139,9 +133,18 @@ class Recipe:
         return plain
 
     def lines(self) -> list[str]:
-        """The recipe as `key=value` lines, as `nestling train RECIPE --show` prints them."""
-        parts = self.to_json().items()
-        return [f"{part}.{key}={value}" for part, values in parts for key, value in values.items()]
+        """The `key=value` changes that make this recipe of any other, as `--show` prints them."""
+        lines = []
+        for part, values in self.to_json().items():
+            for key, value in values.items():
+                if isinstance(value, dict):
+                    own = value.items()
+                    lines += [f"{part}.{key}.{name}={json.dumps(each)}" for name, each in own]
+                elif isinstance(value, list):
+                    lines.append(f"{part}.{key}={','.join(map(str, value))}")
+                else:
+                    lines.append(f"{part}.{key}={'none' if value is None else value}")
+        return lines
 
 
 _MOST_RATE = 1e37  # an optimizer divides it by what is not less than 0.1, in float32
@@ -226,6 +229,63 @@ def _guess(text: str) -> Any:
         return json.loads(text) if text.count("[") + text.count("{") <= 200 else text
     except ValueError:
         return text
+
+
+# Learning rates over a run, as multipliers of the base rate: pure functions of the step
+
+
+def constant(progress: float) -> float:
+    """Stay at one."""
+    return 1.0
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine, from one to zero."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def linear(progress: float) -> float:
+    """A straight line from one to zero."""
+    return 1.0 - progress
+
+
+def wsd(progress: float, decay: float = 0.2) -> float:
+    """Warm-up, stable, decay: one, then a straight line to zero over the last fifth."""
+    return min(1.0, (1.0 - progress) / decay)
+
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": constant,
+    "cosine": cosine,
+    "linear": linear,
+    "wsd": wsd,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Linear warm-up over `warmup` steps, then `shape` down to `floor` at the last of `steps`."""
+
+    steps: int
+    warmup: int = 0
+    shape: str = "cosine"
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("shape", self.shape, SHAPES)
+        if self.steps < 1 or not 0 <= self.warmup <= self.steps:
+            raise ValueError(
+                f"need steps >= 1 and 0 <= warmup <= steps; got steps={self.steps},"
+                f" warmup={self.warmup}"
+            )
+        require(0.0 <= self.floor <= 1.0, "floor", self.floor, "in [0, 1]")
+
+    def __call__(self, step: int) -> float:
+        """The multiplier of step `step`, counted from 0; never zero during warm-up."""
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.floor + (1.0 - self.floor) * SHAPES[self.shape](min(1.0, progress))
 
 
 # Recipes by name: `nestling train NAME key=value...`

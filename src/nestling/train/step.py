@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nestling.losses import IGNORE, pair_losses
 from nestling.models.cache import Learned, MemoryCache
 from nestling.models.learning import begin_rows
+from nestling.shards import is_sharded, local
 from nestling.train.batches import Batch
 from nestling.train.distributed import World
 from nestling.train.optimizers import places
@@ -186,10 +187,8 @@ def level_norms(model: Any, world: World) -> dict[str, float]:
     squares: list[Tensor] = []
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            cut = hasattr(weight.grad, "device_mesh")
-            local = weight.grad.to_local() if cut else weight.grad
-            found.append((place[name], cut))
-            squares.append(local.detach().float().square().sum())
+            found.append((place[name], is_sharded(weight.grad)))
+            squares.append(local(weight.grad).detach().float().square().sum())
     sums: dict[tuple[str, bool], float] = {}
     for key, square in zip(found, torch.stack(squares).tolist() if squares else []):
         sums[key] = sums.get(key, 0.0) + square

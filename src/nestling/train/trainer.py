@@ -27,6 +27,7 @@ from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
+from nestling.shards import full, local
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
@@ -203,7 +204,7 @@ def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, 
 
 def check(recipe: Recipe) -> None:
     """Refuse a recipe that cannot run, before anything is made or written."""
-    names = [level.name for level in _config(recipe, {}).memory_levels]
+    names = [level.name for level in configuration(recipe).memory_levels]
     grow = recipe.model.grow
     if grow and len(grow) != len(names):
         raise ValueError(
@@ -225,7 +226,7 @@ def check(recipe: Recipe) -> None:
         Corpus(source=source).check()
 
 
-def _config(recipe: Recipe, fields: dict[str, Any]) -> Any:
+def configuration(recipe: Recipe, **fields: Any) -> Any:
     """The model's configuration: the preset, the tokenizer's `fields`, and the recipe's own."""
     from nestling.models import presets
 
@@ -268,7 +269,7 @@ def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
             f" {encoder.vocab_size}"
         )
     torch.manual_seed(recipe.run.seed)
-    config = _config(recipe, fields)
+    config = configuration(recipe, **fields)
     if recipe.model.start is None:
         return NestlingForCausalLM(config)
     return load_start(recipe.model.start, config)
@@ -443,7 +444,7 @@ class Trainer:
         self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
 
     def save(self) -> bool:
-        """Write a checkpoint, each process its share; False if there is nothing good to save.
+        """Write a checkpoint, each process its share; False if nothing is fit to be saved.
 
         After a bad step nothing is saved; weights that are not finite, or from which no step can
         be taken, end the run. The last good checkpoint stays what it was.
@@ -639,15 +640,14 @@ def _warn_of_bf16(progress: Progress) -> None:
 
 def _finite(model: nn.Module) -> bool:
     """True if every weight this process holds is finite; one transfer tells."""
-    weights: Iterator[Any] = model.parameters()
-    local = [p.to_local() if hasattr(p, "device_mesh") else p for p in weights]
-    sizes = [p.detach().abs().amax() for p in local if p.numel()]
+    held = [local(p).detach() for p in model.parameters()]
+    sizes = [part.abs().amax() for part in held if part.numel()]
     return not sizes or bool(torch.stack([size.float() for size in sizes]).isfinite().all())
 
 
 def _norm(model: nn.Module, clip: float | None) -> float:
     norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip is None else clip)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return float(full(norm))
 
 
 _FACTS = {

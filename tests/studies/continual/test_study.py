@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from studies.continual import metrics
-from studies.continual.study import ARMS, OTHER, Shape, accuracies, build, make_study, run_stream
+from studies.continual import study as module
+from studies.continual.study import ARMS, OTHER, Shape, accuracies, build, run_stream
 from studies.harness.study import Cell, Job
 from studies.harness.tuning import same_number
 
@@ -115,7 +116,7 @@ def test_accuracies_by_hand():
 
 
 def test_settings_come_from_another_stream_and_every_arm_has_as_many():
-    study = make_study(False)
+    study = module.study(False)
     assert same_number({n: arm.settings for n, arm in ARMS.items() if not arm.like}) == 6
     for task in study.tasks:
         for arm in study.arms:
@@ -125,7 +126,6 @@ def test_settings_come_from_another_stream_and_every_arm_has_as_many():
 
 
 def test_trials_never_see_the_test_split(tmp_path, monkeypatch):
-    from studies.continual import study as module
     from studies.continual.streams import Dataset, Split
     from studies.harness.study import Context
 
@@ -162,7 +162,7 @@ def made_up(arm: str, seed: int, accuracy: float) -> dict:
 
 
 def test_the_page_states_verdicts_and_goals(tmp_path):
-    study = make_study(False)
+    study = module.study(False)
     runs = {}
     for seed in study.seeds:
         for arm, accuracy in (("ours", 0.94), ("klda", 0.92), ("ranpac", 0.95), ("joint", 0.945)):

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from studies.continual import timescales
 from studies.continual.timescales import (
     ARMS,
     LESIONS,
@@ -14,7 +15,6 @@ from studies.continual.timescales import (
     Chain,
     Protocol,
     domains,
-    make_study,
     moving_labels,
     width_of,
 )
@@ -100,7 +100,7 @@ def test_some_labels_stay_and_the_others_move():
 
 
 def test_two_levels_keep_what_stays_and_follow_what_moves():
-    """What the study measures, on clouds: the sum of both is more than one level reaches."""
+    """On clouds, two levels together reach more than one does, as the study measures it."""
     draw = torch.Generator().manual_seed(2)
     centres, y = torch.randn(12, 8, generator=draw), torch.arange(12).repeat(60)
     x = centres[y] + 0.2 * torch.randn(len(y), 8, generator=draw)
@@ -129,7 +129,7 @@ def test_domains_are_new_text_tested_on_what_follows(shared_data):
 
 
 def test_the_study_names_its_streams():
-    study = make_study(True)
+    study = timescales.study(True)
     assert set(study.tasks) == set(TASKS)
     assert set(study.arms) == set(ARMS)
     with pytest.raises(ValueError, match="halves must be above 0"):
@@ -137,7 +137,7 @@ def test_the_study_names_its_streams():
 
 
 def test_the_page_answers_its_question_first(tmp_path):
-    study = make_study(False)
+    study = timescales.study(False)
     runs = {}
     for seed in study.seeds:
         for arm, score in (("one", 0.60), ("two", 0.65), ("three", 0.55)):

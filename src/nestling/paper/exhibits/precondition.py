@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.objectives import Matrix, Objective, l2
 from nestling.rules.core import Gates, Rule, State, Write, chain
 from nestling.rules.momentum import accumulate, momentum
@@ -58,10 +59,9 @@ def precondition(
     identity; it is kept symmetric, and for the inverse its eigenvalues are taken by size and kept
     above `floor`, so that a step always descends. A weight of one dimension is one row.
     """
-    if not 0.0 < rate < 2.0:
-        raise ValueError(f"precondition: rate must lie in (0, 2), got {rate!r}")
-    if not (start > 0.0 and floor > 0.0):
-        raise ValueError(f"precondition: start and floor must be positive, got {start}, {floor}")
+    require(0.0 < rate < 2.0, "precondition: rate", rate, "in (0, 2)")
+    require(start > 0.0, "precondition: start", start, "positive")
+    require(floor > 0.0, "precondition: floor", floor, "positive")
 
     def init(weight: Tensor) -> PreconditionState:
         rows = weight.shape[-2] if weight.ndim > 1 else 1

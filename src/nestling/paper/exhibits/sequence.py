@@ -1,7 +1,8 @@
-"""Sequence models as memories, in their plainest form (Eq. 5, 14-18, 61-65, 67, 69).
+"""Sequence models as memories, in their plainest form (Eq. 5, 14-18, 61-65, 67-69).
 
 A sequence model is a memory written and read token by token: which rule writes is the model. These
 are short references; `nestling.scan` runs the same recurrences fast, `nestling.memories` as layers.
+The Omega rule (Eq. 68) learns not from the last pair alone, but from a window of past pairs.
 Shapes: T tokens of width D; keys and queries [..., T, Di], values [..., T, Do].
 """
 
@@ -14,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.objectives import dot, l2, oja
+from nestling.checks import require
+from nestling.objectives import Matrix, Objective, dot, l2, oja
 from nestling.paper.exhibits.gd import argmin, descent, proximity
-from nestling.rules.core import Gates, Rule, Write, apply
+from nestling.rules.core import Gates, Rule, State, Write, apply, pairs
 
 
 class Context(NamedTuple):
@@ -96,10 +98,8 @@ def softmax_attention(context: Context, *, window: int | None = None) -> Tensor:
     It needs no training and forgets nothing (Eq. 62), or all but the last `window` pairs (Eq. 63).
     """
     keys, values, queries = context
-    if window is not None and window < 1:
-        raise ValueError(
-            f"softmax_attention: window must be at least 1, or None for all; got {window!r}"
-        )
+    allowed = window is None or window >= 1
+    require(allowed, "softmax_attention: window", window, "at least 1, or None for all")
     time = torch.arange(keys.shape[-2], device=keys.device)
     age = time.unsqueeze(-1) - time  # [T, T]
     visible = age >= 0 if window is None else (age >= 0) & (age < window)
@@ -118,3 +118,46 @@ def adatransformer(
     """
     reads, _ = write_and_read(hebbian, memory, project_again(softmax_attention(context)))
     return reads
+
+
+class WindowState(NamedTuple):
+    """The last pairs, oldest first; zeros, which teach nothing, before the first."""
+
+    keys: Tensor  # [..., c, Di]
+    values: Tensor  # [..., c, Do]
+
+
+def omega_step(
+    weight: Tensor,
+    window: WindowState,
+    objective: Objective = l2,
+    *,
+    rate: float | Tensor,
+    retain: float | Tensor = 1.0,
+) -> Tensor:
+    """`alpha M - eta sum_{i in window} grad L(M; k_i, v_i)`, all at the same M (Eq. 68)."""
+    (grad,) = objective.gradient(Matrix(weight), window.keys, window.values)
+    return retain * weight - rate * grad
+
+
+def omega(objective: Objective = l2, *, window: int = 4) -> Rule:
+    """Descend an objective summed over the last `window` pairs of the writes (Eq. 68).
+
+    `window=1` is `descent(objective)`, with `l2` DeltaNet. Keys are the write's `x`, values `u`.
+    """
+    require(window >= 1, "omega: window", window, "at least 1")
+
+    def init(weight: Tensor) -> WindowState:
+        *batch, rows, columns = weight.shape
+        return WindowState(
+            weight.new_zeros(*batch, window, columns), weight.new_zeros(*batch, window, rows)
+        )
+
+    def step(write: Write, state: State, weight: Tensor, gates: Gates) -> tuple[Write, State]:
+        x, u = pairs(write, "omega")
+        keys = torch.cat([state.keys, x], dim=-2)[..., -window:, :]
+        values = torch.cat([state.values, u], dim=-2)[..., -window:, :]
+        (grad,) = objective.gradient(Matrix(weight), keys, values)
+        return write._replace(grad=grad), WindowState(keys, values)
+
+    return Rule(init, step, needs_pairs=True)

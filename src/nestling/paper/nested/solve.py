@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.checks import require
 from nestling.paper.nested.transfer import Parameters
 from nestling.rules import Gates, Rule, State, Write, apply, identity
 
@@ -84,8 +85,7 @@ def gradient(due: Due, parameters: Parameters) -> tuple[Parameters, Met]:
 
 def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
     """Solve by `steps` steps along the rule's direction (Eq. 98-99 with an inner loop)."""
-    if steps < 1:
-        raise ValueError(f"descend: steps must be at least 1, got {steps!r}")
+    require(steps >= 1, "descend: steps", steps, "at least 1")
 
     def init(parameters: Parameters) -> State:
         return {name: rule.init(value.detach()) for name, value in parameters.items()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nestling.activations import Activation
 from nestling.objectives import Matrix, dot
-from nestling.paper.exhibits.backprop import forward_layers, surprises
+from nestling.paper.exhibits.gd import forward_layers, surprises
 from nestling.paper.nested.problem import Problem, View
 from nestling.paper.nested.transfer import Parameters, context_generation, direct
 from nestling.rules import Gates
