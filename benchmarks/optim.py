@@ -1,6 +1,7 @@
 """Cost of a step on about 10M parameters (20 matrices 512 x 1024 and 20 vectors), against torch's.
 
     python benchmarks/optim.py            # ratios with their targets, and the memory of the states
+    python benchmarks/optim.py --loaded   # one thread, processor time: a busy machine
 
 M3's slow momentum moves every `chunk` steps, so its cost is the mean over whole chunks. All arms
 take turns in one process.
@@ -23,6 +24,7 @@ from nestling.rules import adam
 
 MATRICES, ROWS, COLUMNS = 20, 512, 1024
 BATCH, WIDTHS = 64, (1024, 2048, 2048, 10)  # the MLP of the DGD arm
+CLOCK = time.perf_counter
 FEW = 2  # matrices for torch.optim.Muon, whose time is scaled up: without bfloat16 units it is slow
 
 
@@ -82,9 +84,9 @@ def means(arms: dict[str, Callable[[], object]], rounds: int) -> dict[str, float
     totals = dict.fromkeys(arms, 0.0)
     for turn in range(rounds + 2):
         for name, run in arms.items():
-            start = time.perf_counter()
+            start = CLOCK()
             run()
-            totals[name] += (time.perf_counter() - start) * (turn > 1)
+            totals[name] += (CLOCK() - start) * (turn > 1)
     return {name: total / rounds for name, total in totals.items()}
 
 
@@ -115,10 +117,10 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
     seconds = means(
         {n: steps[n] for n in ("M3", "Muon", "AdaMuon", "Newton-Schulz's products")}, rounds
     )
-    seconds |= interleaved({"torch.optim.Muon": steps["torch.optim.Muon"]}, 3, 1)
+    seconds |= interleaved({"torch.optim.Muon": steps["torch.optim.Muon"]}, 3, 1, CLOCK)
     seconds["torch.optim.Muon"] *= MATRICES / FEW
-    seconds |= interleaved({n: steps[n] for n in ("DeltaMomentum", "DeepMomentum")}, 3, 1)
-    seconds |= interleaved({n: s for n, s in steps.items() if "AdamW" in n}, 21, 3)
+    seconds |= interleaved({n: steps[n] for n in ("DeltaMomentum", "DeepMomentum")}, 3, 1, CLOCK)
+    seconds |= interleaved({n: s for n, s in steps.items() if "AdamW" in n}, 21, 3, CLOCK)
     memory = {name: sum(map(state_mb, parts)) for name, parts in optimizers.items()}
     memory["torch.optim.Muon"] *= MATRICES / FEW
     training = {
@@ -126,13 +128,16 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
         "DGD training": lambda m: DGD(m.parameters(), lr=0.1, inputs=capture(m)),
         "DGD erase=1 training": lambda m: DGD(m.parameters(), lr=0.1, erase=1.0, inputs=capture(m)),
     }
-    seconds |= interleaved({n: training_step(make) for n, make in training.items()}, 21, 3)
+    seconds |= interleaved({n: training_step(make) for n, make in training.items()}, 21, 3, CLOCK)
     return seconds, memory
 
 
 def main() -> int:
     """Measure everything and print the verdicts."""
-    torch.set_num_threads(2)
+    global CLOCK
+    loaded = "--loaded" in sys.argv[1:]
+    torch.set_num_threads(1 if loaded else 2)
+    CLOCK = time.process_time if loaded else time.perf_counter
     keep_memory()  # for all arms alike
     seconds, memory = measure()
     print(f"{'optimizer':<24} {'ms per step':>12} {'state MB':>9}")

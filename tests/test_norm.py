@@ -7,15 +7,13 @@ import torch
 
 from nestling.norm import (
     RMSNorm,
-    clip_of_one,
     constant,
     one_token,
+    over_length,
     rms_norm,
     rms_norm_of_one,
     unit,
-    unit_of_one,
 )
-from nestling.scan.self_modifying.rule import clip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,9 +87,8 @@ def test_one_token_in_fewer_operations(dtype):
     torch.testing.assert_close(
         rms_norm_of_one(x, weight, 1e-2), torch.rms_norm(x, (16,), weight, 1e-2)
     )
-    torch.testing.assert_close(unit_of_one(x, 1e-2), x * (x.square().sum(-1, True) + 1e-2).rsqrt())
-    for most in (2.0, 8.0):  # some are longer, none is
-        torch.testing.assert_close(clip_of_one(x, most), clip(x, most))
+    eps = torch.tensor(0.1, dtype=dtype)
+    torch.testing.assert_close(over_length(x, eps), x * (x.square().sum(-1, True) + 0.01).rsqrt())
 
 
 def test_what_one_token_is():

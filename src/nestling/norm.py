@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+EPS = 1e-6
+"""What is added to squares in norms."""
+
 FEW = 8192
 """Numbers below which what counts is how many calls there are: torch's norm is one."""
 
@@ -47,14 +50,9 @@ def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.div_(_length(x).hypot_(constant(math.sqrt(n * eps), x.dtype)))
 
 
-def unit_of_one(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """`unit` in three operations."""
-    return x / _length(x).hypot_(constant(math.sqrt(eps), x.dtype))
-
-
-def clip_of_one(x: Tensor, most: float) -> Tensor:
-    """x, shortened to the length `most` along the last dimension where it is longer."""
-    return x * (constant(most, x.dtype) / _length(x).clamp_min_(most))
+def over_length(x: Tensor, eps: Tensor) -> Tensor:
+    """`x / sqrt(|x|^2 + eps^2)` along the last dimension: RMS norm but for channels' factors."""
+    return x / _length(x).hypot_(eps)
 
 
 @functools.cache

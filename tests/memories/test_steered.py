@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nestling.memories import Steered, SteeredConfig, configure
+from nestling.memories.core import same_position
 from nestling.memories.steered import write_and_read
 from nestling.norm import rms_norm, unit
 from nestling.scan.self_modifying.rule import clip
@@ -227,41 +228,30 @@ TOKEN_OPTIONS = OPTIONS | {
 }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("options", TOKEN_OPTIONS.values(), ids=list(TOKEN_OPTIONS))
-def test_a_decoded_token_is_a_token_of_the_whole(options, monkeypatch):
-    memory, taken = build(**options), []
-    with torch.no_grad():
-        memory.weight.add_(0.3)
-    one = Steered._token
-    monkeypatch.setattr(Steered, "_token", lambda *given: taken.append(1) or one(*given))
+def test_a_token_read_alone_is_a_token_of_the_whole(options):
+    memory = build(**options)
+    memory.weight.add_(0.3)
+    memory.shell.norm.mul_(torch.rand_like(memory.shell.norm) + 0.5)
+    if memory.small is not None:
+        memory.small.norm.mul_(torch.rand_like(memory.small.norm) + 0.5)
+        memory.small.inward.bias.add_(torch.randn_like(memory.small.inward.bias))
+    reader = memory.token_reader()
     x = 3 * torch.randn(2, 7, WIDTH, dtype=torch.float64)  # (values are clipped, too)
-    with torch.no_grad():
-        whole, end = memory(x)
-        state, parts = memory.init(2, dtype=x.dtype), []
-        for t in range(7):
-            y, state = memory(x[:, t : t + 1], state)
-            parts.append(y)
-    assert len(taken) == 7
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-10)
+    onto = torch.randn_like(x)
+    whole, end = memory(x)
+    state, parts = memory.init(2, dtype=x.dtype), []
+    for t in range(7):
+        y, state = reader(x[:, t], onto[:, t], state)
+        parts.append(y)
+    torch.testing.assert_close(torch.stack(parts, 1), onto + whole, rtol=1e-9, atol=1e-10)
+    assert same_position(state.position) == 7
     for (_, found), (_, wanted) in zip(tree_leaves(state), tree_leaves(end), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
 
 
-def test_where_a_decoded_token_goes_the_longer_way(monkeypatch):
-    """Gradients, autocast, other dtypes, back ends that were asked for, two tokens."""
-
-    def refuse(*_):
-        raise AssertionError("a token of its own")
-
-    monkeypatch.setattr(Steered, "_token", refuse)
-    x = torch.randn(1, 1, WIDTH)
-    for memory in (build(backend="naive").float(), build(conv_each=True).float()):
-        with torch.no_grad():
-            memory(x)
-    memory = build().float()
-    memory(x)
-    with torch.no_grad():
-        memory(x.expand(1, 2, WIDTH))
-        with torch.autocast("cpu", torch.bfloat16):
-            memory(x)
-        memory.bfloat16()(x.bfloat16())
+def test_options_that_leave_a_token_no_shorter_way():
+    assert build().token_reader() is not None
+    assert build(backend="naive").token_reader() is None
+    assert build(conv_each=True).token_reader() is None

@@ -19,6 +19,7 @@ from nestling.rules.newton_schulz import (
     quick_precision,
 )
 
+module = sys.modules["nestling.rules.newton_schulz"]  # (the package has a function of this name)
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 9))
 LEADING = st.sampled_from([(), (1,), (3,), (2, 3)])
 
@@ -103,12 +104,49 @@ def test_bfloat16_stays_near_the_exact_iteration(shape):
     assert torch.equal(newton_schulz(0 * matrix, precision=torch.bfloat16), 0 * matrix)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 96), (50, 131), (131, 50), (17, 40)])
+def test_symmetric_products_in_strips(dtype, shape, monkeypatch):
+    """Large matrices on a CPU; the same numbers in another order."""
+    matrix = torch.randn(shape, dtype=torch.float64)
+    whole = newton_schulz(matrix, precision=dtype)
+    shapes = []
+    multiply = torch.addmm
+
+    def seen(add, left, right, **options):
+        shapes.append(tuple(right.shape))
+        return multiply(add, left, right, **options)
+
+    monkeypatch.setattr(torch, "addmm", seen)
+    monkeypatch.setattr(module, "EXACT_ROWS", 8)
+    monkeypatch.setattr(module, "ROWS", {torch.bfloat16: 8})
+    strips = newton_schulz(matrix, precision=dtype)
+    size = min(shape)
+    count = min(module.STRIPS, size // 8)
+    assert {columns for _, columns in shapes} >= {
+        min(size, n * -(-size // count)) for n in range(1, count + 1)
+    }
+    near = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.04}[dtype]
+    assert (strips - whole).norm() < near * whole.norm()
+
+
+def test_strips_are_for_large_matrices_that_are_only_read():
+    large = torch.zeros(1024, 1024)
+    assert module._strips(large) == 4
+    assert module._strips(large.bfloat16()) == 4
+    assert module._strips(large[:600].bfloat16()) == 2
+    assert module._strips(large[:255]) == 1
+    assert module._strips(large.requires_grad_()) == 1
+    assert module._strips(large.detach().expand(2, -1, -1)) == 1
+    assert module._strips(large.detach().to("meta")) == 1
+
+
 def test_precision_follows_the_device(monkeypatch):
     assert quick_precision(torch.device("cuda")) == torch.bfloat16
     assert quick_precision(torch.device("mps")) == torch.float32
     seen = []
     for quicker in (True, False):
-        module = sys.modules["nestling.rules.newton_schulz"]
         monkeypatch.setattr(module, "bf16_is_quicker", lambda quicker=quicker: quicker)
         matrix = torch.randn(130, 140)
         seen.append(newton_schulz(matrix))

@@ -72,16 +72,6 @@ def test_rate_and_retain_are_those_of_the_gates(options):
     torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("options", RULES.values(), ids=list(RULES))
-def test_rate_and_retain_of_one_token(options):
-    torch.manual_seed(0)
-    rule, raw = SelfRule(**options), 3 * torch.randn(2, 50, 1, 2, dtype=torch.float64)
-    pairs = zip(rule.rate_and_retain_of_one(raw), rule.rate_and_retain(raw), strict=True)
-    for one, other in pairs:
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
-
-
 MEMORIES = {
     "steered": lambda: Steered(SteeredConfig(width=12, heads=2, steering=3)),
     "steered, scanned": lambda: Steered(

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ __all__ = [
     "Opened",
     "Packed",
     "Shell",
+    "TokenReader",
     "advance",
     "at_start",
     "check_sizes",
@@ -72,6 +73,10 @@ __all__ = [
     "whole_number",
 ]
 
+
+TokenReader = Callable[[Tensor, Tensor, Any], tuple[Tensor, Any]]
+"""`reader(x, onto, state)`: `onto` plus the output, and the state after one token of every
+sequence: [B, D] each. Without gradients, at the dtype of all weights and states."""
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
@@ -207,6 +212,11 @@ class Memory(nn.Module, abc.ABC):
     @abc.abstractmethod
     def read(self, x: Tensor, state: Any) -> Tensor:
         """Ask the memory as it stands, token by token on its own: [B, T, D] -> [B, T, D]."""
+
+    def token_reader(self) -> TokenReader | None:
+        """`run` of one token a sequence in fewer operations, from copies of the weights as they
+        are now; None where there is none, or where the options ask for something else."""
+        return None
 
     def forward(
         self, x: Tensor, state: Any = None, mask: Tensor | None = None

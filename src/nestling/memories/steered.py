@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from nestling.checks import one_of
 from nestling.memories.core import (
@@ -31,6 +30,7 @@ from nestling.memories.core import (
     Dtype,
     Memory,
     Opened,
+    TokenReader,
     advance,
     at_start,
     check_sizes,
@@ -44,7 +44,8 @@ from nestling.memories.core import (
     whole_number,
 )
 from nestling.memories.self_modifying import Rates, Retention, largest_row
-from nestling.norm import clip_of_one, one_token, rms_norm, rms_norm_of_one, unit, unit_of_one
+from nestling.memories.steered_token import SteeredToken
+from nestling.norm import rms_norm, unit
 from nestling.scan import BACKENDS
 from nestling.scan.checks import Rule
 from nestling.scan.delta.api import scan_unchecked
@@ -194,15 +195,6 @@ class Small(nn.Module):
         y, after = write_and_read(self.config, "gd", state, k, v, q, *gates)
         return self._normed(y), after
 
-    def token(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`run` of one token a sequence, [B, 1, D] -> [B, 1, h s], in few operations."""
-        size, many = self.config.steering, len(self.config.pace)
-        inner, raw = self.inward(x).view(-1, many, 1, size + 2).split_with_sizes([size, 2], -1)
-        k, v, q = (inner @ self.project.mT).chunk(3, -1)
-        token = token_of(self.config, self.rule, k, v, q, raw)
-        read, after = step(state, token, "gd", "before")
-        return rms_norm_of_one(read, self.norm, 1e-6).view(x.shape[0], 1, -1), after
-
     def ask(self, x: Tensor, state: Tensor) -> Tensor:
         """Normalised reads of the memory as it stands, [B, T, h s]."""
         return self._normed(unit(self._split(x)[2]) @ state.mT)
@@ -269,8 +261,6 @@ class Steered(Memory):
         self, x: Tensor, state: SteeredState, valid: Tensor | None, position: int | None
     ) -> tuple[Tensor, SteeredState]:
         """Convolve, project, steer, scan, and project back; see `Memory.run`."""
-        if valid is None and self._is_quick(x, state):
-            return self._token(x, state)
         opened = self.shell.open(x, state.tail, valid)
         read, small, added = None, state.small, NOTHING
         if self.small is not None and small is not None:
@@ -288,38 +278,10 @@ class Steered(Memory):
         y = hold(y, self.weight, *([] if self.small is None else [self.small.weight]))
         return y, SteeredState(after, opened.tail, weight, small)
 
-    def _is_quick(self, x: Tensor, state: SteeredState) -> bool:
-        """Whether `_token` may stand for `run`: one token, of one dtype with all else."""
-        if not one_token(x) or torch.is_autocast_enabled("cpu"):
-            return False
-        plain = self.config.backend == "auto" and not self.config.conv_each
-        return plain and x.dtype == self.weight.dtype == state.weight.dtype
-
-    def _token(self, x: Tensor, state: SteeredState) -> tuple[Tensor, SteeredState]:
-        """`run` of one token a sequence, [B, 1, D], in three fifths of the operations.
-
-        Each costs more than its work. A token's parts are [B, H, 1, d] without moving anything,
-        its gates [B, H, 1, 1].
-        """
-        shell, small, heads = self.shell, self.small, self.config.heads
-        position = advance(state.position, x, None)
-        tail, learned, read, added = state.tail, state.small, None, NOTHING
-        if shell.conv is not None:
-            x, tail = shell.conv(x, tail, None)
-        if small is not None and learned is not None:
-            read, learned = small.token(x, learned)
-            added = small.additions(read)
-        parts = shell.project(x).view(x.shape[0], -1, heads, 1, self.width // heads).unbind(1)
-        k, v, q = moved(parts[:3], added)
-        raw = moved_gates(self.gates(x).view(-1, heads, 1, 2), added)
-        token = token_of(self.config, self.rule, k, v, q, raw)
-        y, weight = step(state.weight, token, "dgd" if self.config.erase else "gd", "before")
-        y = rms_norm_of_one(y, shell.norm, 1e-6)
-        y = y if len(parts) == len(PARTS) else y * silu(parts[-1])
-        out = shell.out(y.view(x.shape[0], 1, -1))
-        if small is not None and read is not None:
-            out = out + small.beside(read)
-        return out, SteeredState(position, tail, weight, learned)
+    def token_reader(self) -> TokenReader | None:
+        """See `Memory.token_reader`."""
+        config = self.config
+        return SteeredToken(self) if config.backend == "auto" and not config.conv_each else None
 
     def read(self, x: Tensor, state: SteeredState) -> Tensor:
         """Ask both memories as they stand about each token (Eq. 83)."""
@@ -373,14 +335,6 @@ def write_and_read(
         rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
         backend=config.backend,
     )  # fmt: skip
-
-
-def token_of(
-    config: SteeredConfig, rule: SelfRule, k: Tensor, v: Tensor, q: Tensor, raw: Tensor
-) -> Token:
-    """What a step takes, from one token's parts [B, H, 1, d] and its gates' read-outs."""
-    gates = rule.rate_and_retain_of_one(raw.unsqueeze(-2))
-    return Token(unit_of_one(torch.cat([k, q], -2)), clip_of_one(v, config.clip), *gates)
 
 
 def start_bias(rates: Rates, retention: Retention, heads: int) -> Tensor:

@@ -27,6 +27,7 @@ from nestling.models.cache import MemoryCache
 from nestling.models.card import GENERATED, model_card
 from nestling.models.configuration import NestlingConfig
 from nestling.models.learning import Request, learn_tokens, outer_targets
+from nestling.models.one_token import read_one_token
 from nestling.models.packing import as_documents, as_rows, documents
 from nestling.models.streaming import StreamOutput, stream
 from nestling.norm import RMSNorm
@@ -327,6 +328,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
 
         Where levels learn, the logits of padding are zeros.
         """
+        if labels is None and inputs_embeds is None and past_key_values is not None:
+            alone = (logits_to_keep, learn, measure, attention_mask, kwargs)
+            if (quick := self._one_token(input_ids, past_key_values, *alone)) is not None:
+                return quick
         learned = getattr(past_key_values, "learned", None) is not None
         if learn is None:
             learn = input_ids is not None
@@ -379,6 +384,40 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
+
+    def _one_token(
+        self,
+        ids: Tensor | None,
+        cache: Any,
+        keep: int | Tensor,
+        learn: bool | Sequence[str] | None,
+        measure: bool,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> CausalLMOutputWithPast | None:
+        """`forward` of one token a sequence by `read_one_token`; None where that cannot serve."""
+        if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(keep, int):
+            return None
+        if not isinstance(cache, MemoryCache) or measure or not isinstance(learn, bool | None):
+            return None
+        learning = learn is not False and self.learns_now
+        if learning != (cache.learned is not None) or self.training:
+            return None
+        config, wanted = self.config, [v for k, v in options.items() if k != "return_dict"]
+        if any(each is not None and each is not False for each in wanted):
+            return None
+        if config.output_hidden_states or config.output_attentions:
+            return None
+        if cache.batch_size != len(ids) or len(cache) != len(self.model.layers):
+            return None
+        if _token_mask(mask, 1) is not None:
+            return None
+        logits = read_one_token(self, ids, cache)
+        if logits is None:
+            return None
+        if learning:
+            return NestlingOutput(logits=logits, past_key_values=cache, updates=())
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _say_unlearned(self, past: MemoryCache | None, count: int) -> None:
         """Warn that embeddings teach nothing, if so many tokens would have made a level step."""

@@ -21,6 +21,9 @@ Precision. The result only needs to be nearly orthogonal (singular values of 0.7
 bfloat16 serves where it is quicker: on GPUs, and on CPUs that are seen to multiply it faster. There
 a Gram matrix serves two steps, for rounding grows on it (by three orders in five steps where
 singular values are spread), and errors stay those of iterating X itself.
+
+All products but the last are symmetric. On a CPU a large one is formed in strips up to the
+diagonal, and the rest is copied: with two strips three quarters of the work, with four 5/8.
 """
 
 from __future__ import annotations
@@ -48,6 +51,9 @@ QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 RESTART = 5  # steps on one Gram matrix before rounding errors matter
 ROUGH_RESTART = 2  # the same in bfloat16 and float16
 BFLOAT_FROM = 128  # below this side nothing is gained by a smaller dtype
+STRIPS = 4  # of a symmetric product, at most
+ROWS = {torch.bfloat16: 256, torch.float16: 256}  # of a strip at least: smaller ones are slower
+EXACT_ROWS = 128  # the same in other precisions
 GRAM_FROM = 1.5  # wide / narrow side from which the Gram form needs fewer multiplications
 
 
@@ -93,7 +99,7 @@ def newton_schulz(
     if max(rows, columns) >= GRAM_FROM * min(rows, columns):
         restart = ROUGH_RESTART if precision in (torch.bfloat16, torch.float16) else RESTART
         for start in range(0, steps, restart):
-            x = _gram_steps(x, min(restart, steps - start), coefficients, multiply)
+            x = _gram_steps(x, min(restart, steps - start), coefficients)
     else:
         x = _direct_steps(x, steps, coefficients, multiply)
     if rows > columns:
@@ -128,24 +134,56 @@ def _direct_steps(x: Tensor, steps: int, coefficients: Coefficients, multiply: M
     """The iteration on a wide `x` itself: [B, n, m] or [n, m] with n <= m."""
     a, b, c = coefficients
     for _ in range(steps):
-        gram = x @ x.mT  # [B, n, n]
-        poly = multiply(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        gram = _symmetric(x, x.mT)  # [B, n, n]
+        poly = _symmetric(gram, gram, gram, beta=b, alpha=c) if c else b * gram
         x = multiply(x, poly, x, beta=a)
     return x
 
 
-def _gram_steps(x: Tensor, steps: int, coefficients: Coefficients, multiply: Multiply) -> Tensor:
+def _gram_steps(x: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
     """The same on the Gram matrix; see the module's docstring."""
     a, b, c = coefficients
-    gram = x @ x.mT  # [B, n, n]
+    gram = _symmetric(x, x.mT)  # [B, n, n]
     total = gram  # Q of the docstring; the first step sets it
     for step in range(steps):
-        poly = multiply(gram, gram, gram, beta=b, alpha=c) if c else b * gram  # p - a I
-        total = multiply(total, poly, total, beta=a) if step else poly + a * _eye_like(poly)
+        poly = _symmetric(gram, gram, gram, beta=b, alpha=c) if c else b * gram  # p - a I
+        total = _symmetric(poly, total, total, beta=a) if step else poly + a * _eye_like(poly)
         if step < steps - 1:
-            half = multiply(gram, poly, gram, beta=a)  # P G
-            gram = multiply(half, poly, half, beta=a)  # P G P
+            half = _symmetric(poly, gram, gram, beta=a)  # P G
+            gram = _symmetric(poly, half, half, beta=a)  # P G P
     return total @ x
+
+
+def _symmetric(
+    left: Tensor, right: Tensor, add: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """`beta add + alpha left right`, which is symmetric; without `add` the product alone."""
+    size, count = left.shape[-2], _strips(left)
+    multiply = torch.addmm if left.dim() == 2 else torch.baddbmm
+    if count < 2:
+        if add is None:
+            return left @ right
+        return multiply(add, left, right, beta=beta, alpha=alpha)
+    out = left.new_empty(size, size)
+    rows = -(-size // count)
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        strip, one, other = out[start:stop, :stop], left[start:stop], right[:, :stop]
+        if add is None:
+            torch.mm(one, other, out=strip)
+        else:
+            torch.addmm(add[start:stop, :stop], one, other, beta=beta, alpha=alpha, out=strip)
+        out[:start, start:stop] = strip[:, :start].mT
+    return out
+
+
+def _strips(left: Tensor) -> int:
+    """How many strips a symmetric product of these rows is formed in; 1 is the whole."""
+    if left.dim() != 2 or not left.is_cpu or torch.compiler.is_compiling():
+        return 1
+    if left.requires_grad or torch._C._are_functorch_transforms_active():
+        return 1
+    return min(STRIPS, left.shape[0] // ROWS.get(left.dtype, EXACT_ROWS))
 
 
 def _eye_like(gram: Tensor) -> Tensor:

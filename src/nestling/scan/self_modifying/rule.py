@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
-from nestling.norm import constant
 from nestling.objectives import Objective, dot, l2
 from nestling.scan.checks import is_l2
 
@@ -219,7 +218,7 @@ class SelfRule:
     def rate_and_retain(self, raw: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """eta and alpha of `gates` in half the operations: constants are put together.
 
-        For scans that take the retention itself, and above all for decoding.
+        For scans that take the retention itself.
         """
         write, keep = torch.sigmoid(raw).unbind(-1)
         span, scale = self.retain_max - RETAIN_MIN, 1 / (1 - self.shut)
@@ -234,18 +233,6 @@ class SelfRule:
         if valid is not None:
             rate, retain = rate.masked_fill(~valid, 0.0), retain.masked_fill(~valid, 1.0)
         return rate, retain
-
-    def rate_and_retain_of_one(self, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """`rate_and_retain` of one token on CPU in fewer operations (`nestling.norm.one_token`)."""
-        write, keep = torch.sigmoid(raw).unbind(-1)
-        zero, one = constant(0.0, raw.dtype), constant(1.0, raw.dtype)
-        span, scale = self.retain_max - RETAIN_MIN, 1 / (1 - self.shut)
-        if self.shut:
-            write = softshrink(write, self.shut)
-        retain = torch.add(constant(RETAIN_MIN, raw.dtype), keep, alpha=span)
-        if self.tied:
-            retain = torch.addcmul(one, write, torch.sub(one, retain), value=-scale)
-        return torch.addcmul(zero, retain, write, value=self.rate_max * scale), retain
 
     def gates_backward(
         self,
