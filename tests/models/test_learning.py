@@ -559,49 +559,7 @@ def test_bad_configurations_of_learning_say_so(name):
         learner(**fields)
 
 
-def test_embeddings_are_read_without_learning_unless_asked():
-    model, ids = learner(), tokens()
-    embedded = model.get_input_embeddings()(ids)
-    with torch.no_grad():
-        with pytest.warns(UserWarning, match="give input_ids to learn from them, or learn=False"):
-            read = model(inputs_embeds=embedded).logits
-        assert torch.equal(read, model(ids, learn=False).logits)
-        assert torch.equal(read, model(inputs_embeds=embedded, learn=False).logits)  # quiet
-        model(inputs_embeds=embedded[:, :3])  # quiet: three tokens would not have taught either
-        cache = MemoryCache(2)
-        model(ids[:, :3], past_key_values=cache)
-        with pytest.warns(UserWarning, match="levels learn from tokens"):  # the fourth would have
-            model(inputs_embeds=embedded[:, 3:4], past_key_values=cache)
-    with pytest.raises(ValueError, match="levels learn from tokens"):
-        model(inputs_embeds=embedded, learn=True)
-
-
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore:levels learn from tokens:UserWarning")
-def test_embeddings_go_on_from_what_was_learned():
-    """As tokens that are only read do, with texts at different positions."""
-    model, ids = learner(), tokens(2)
-    ids[0, :5] = 0
-    mask = (ids != 0).long()
-    found = []
-    for embedded in (False, True):
-        cache = MemoryCache(2)
-        first = {"attention_mask": mask[:, :13], "past_key_values": cache}
-        assert model(ids[:, :13], **first).updates
-        rest = ids[:, 13:]
-        given = {"inputs_embeds": model.get_input_embeddings()(rest)} if embedded else {}
-        given = given or {"input_ids": rest, "learn": False}
-        out = model(**given, attention_mask=mask, past_key_values=cache)
-        found.append((out.logits, *leaves(cache)[:-1], cache.position))
-    for read, embedded in zip(*found, strict=True):
-        torch.testing.assert_close(read, embedded)
-    assert found[0][-1].tolist() == [18, 23]
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model(ids, inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache)
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:levels learn from tokens:UserWarning")
 def test_logits_of_padding_are_zeros_whether_it_learns_or_only_reads():
     model, ids = learner(), tokens(2, 7)
     mask = torch.ones_like(ids)
@@ -609,10 +567,11 @@ def test_logits_of_padding_are_zeros_whether_it_learns_or_only_reads():
     embedded = model.get_input_embeddings()(ids)
     for given in ({"input_ids": ids}, {"input_ids": ids, "learn": False}):
         assert not model(**given, attention_mask=mask).logits[0, 4:].any()
-    alone = model(inputs_embeds=embedded, attention_mask=mask).logits
-    torch.testing.assert_close(alone, model(ids, attention_mask=mask, learn=False).logits)
-    last = model(inputs_embeds=embedded, attention_mask=mask, logits_to_keep=1).logits
-    torch.testing.assert_close(last, alone[:, -1:])
+    for learn in (True, False):
+        given = {"inputs_embeds": embedded, "attention_mask": mask, "learn": learn}
+        alone = model(**given).logits
+        torch.testing.assert_close(alone, model(ids, attention_mask=mask, learn=learn).logits)
+        torch.testing.assert_close(model(**given, logits_to_keep=1).logits, alone[:, -1:])
 
 
 @torch.no_grad()

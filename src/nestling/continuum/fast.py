@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nestling.continuum.layers import NOW, LevelLinear
 
@@ -193,16 +192,6 @@ def merge(base: Tensor, parts: list[tuple[Part, Tensor]]) -> Tensor:
     return total.to(base.dtype)
 
 
-def _sum(base: Tensor, part: Part, fast: Tensor) -> Tensor:
-    """`W0 + Delta` of one sequence, kept until either changes: a text is written by many calls."""
-    made_of = base.data_ptr(), base._version, fast._version, part
-    kept = _SUMS.get(fast)
-    if kept is None or kept[0] != made_of:
-        kept = _SUMS[fast] = (made_of, merge(base, [(part, fast)]))
-    whole: Tensor = kept[1]
-    return whole
-
-
 def weight_of(model: nn.Module, name: str) -> tuple[Tensor, bool]:
     """The matrix behind a parameter's name, and whether it is stored inputs first (Conv1D)."""
     path, _, leaf = name.rpartition(".")
@@ -230,11 +219,7 @@ def cut(weight: Tensor, part: Part) -> Tensor:
 
 
 FEW = 32
-"""Up to so many tokens a full difference is read beside the base, not added into it: but where one
-sequence is read token by token, whose sums are kept (`_sum`)."""
-
-_SUMS = WeakTensorKeyDictionary()
-"""`W0 + Delta` and the weight it was made of, for as long as the difference lives."""
+"""Up to so many tokens a full difference is read beside the base, not added into it."""
 
 
 _TRANSPOSES = frozenset([torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.t, torch.t])  # type: ignore[attr-defined]
@@ -338,13 +323,9 @@ class Reading:
         together = [(p, d) for p, d in slot.parts if isinstance(d, Tensor)]
         beside = [(p, d) for p, d in slot.parts if isinstance(d, Factors)]
         aside: list[tuple[Part, Tensor | Factors]] = [*beside]
-        few = rows.shape[1] * self.batch <= FEW and not self.record
-        alone = few and rows.shape[1] == 1 and len(together) == 1 and self._keeps(slot)
-        if few and not alone:
+        if rows.shape[1] * self.batch <= FEW and not self.record:
             together, aside = [], [*beside, *together]
-        if alone:
-            y = functional.linear(x, _sum(slot.base(constant=True), *together[0]), bias)
-        elif together:
+        if together:
             weight = merge(slot.base(constant=self.constant), together)
             y = _linear(x, rows, weight, bias)
         elif self.constant and slot.weight.requires_grad and torch.is_grad_enabled():
@@ -359,12 +340,6 @@ class Reading:
                 y.requires_grad_()
             self.records[number].append(Record(rows, y))
         return y
-
-    def _keeps(self, slot: LiveSlot) -> bool:
-        """Whether the sums of this slot may be kept: one sequence, no gradients, known versions."""
-        fast = slot.parts[0][1]
-        known = isinstance(fast, Tensor) and not (fast.is_inference() or slot.weight.is_inference())
-        return known and self.batch == 1 and not torch.is_grad_enabled()
 
 
 class _Watch(TorchFunctionMode):

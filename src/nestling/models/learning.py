@@ -24,7 +24,7 @@ from torch import Tensor
 from nestling.continuum.assignment import own_slots
 from nestling.continuum.engine import Engine
 from nestling.continuum.fast import weight_of
-from nestling.continuum.stream import ContinuumState, Outer, TokenStream, begin
+from nestling.continuum.stream import ContinuumState, Outer, Run, TokenStream, begin
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.memories.core import pack_rows
@@ -56,7 +56,8 @@ class Request(NamedTuple):
     keep_logits: bool
     measure: bool
     hidden: bool = False  # every layer's input, and the last layer's output, are wanted
-    embeds: Tensor | None = None  # [B, T, D] in the place of `ids`, which are then only counted
+    embeds: Tensor | None = None  # [B, T, D] read in the place of `ids`
+    known: Tensor | None = None  # [B, T] bool: which embeddings are their `ids`; None: all
 
 
 class Result(NamedTuple):
@@ -194,6 +195,8 @@ def learn_tokens(model: Any, request: Request, layout: Documents | None = None) 
         model,
         request._replace(
             ids=as_documents(request.ids, layout),
+            embeds=None if request.embeds is None else as_documents(request.embeds, layout),
+            known=None if request.known is None else as_documents(request.known, layout, True),
             mask=layout.mask,
             cache=cache,
             targets=None if targets is None else as_documents(targets, layout, IGNORE),
@@ -210,11 +213,13 @@ def _learn(model: Any, request: Request) -> Result:
     only_reads = request.meta is None and request.targets is None
     given, model = model, without_gradients(model) if only_reads else model
     parts = _sharded(model) if model is given else []
-    recompute = model.training and model.is_gradient_checkpointing
+    recompute = model.training and model.is_gradient_checkpointing and request.embeds is None
     with torch.inference_mode(False), _no_recompute(model), _whole(parts, last=only_reads):
         engine, cache = engine_of(model), request.cache
         ids = request.ids.clone()
         groups = _groups(engine, request._replace(ids=ids))
+        if request.known is not None:
+            groups = [part for group in groups for part in _alike(group, request.known)]
         last_only = not request.keep_logits
         if any(_ends_early(group, ids.shape[1]) for group in groups):
             request = request._replace(keep_logits=True)  # texts end in different columns
@@ -260,7 +265,6 @@ class _Reader:
         self.updates: list[Sequence[LevelUpdate]] = []  # of every group
         self.hidden: list[list[Tensor] | None] = []  # of every group, if it is wanted
         self._passes: list[list[Tensor]] = []  # the hidden states of every forward pass
-        self._embeds: Tensor | None = None  # of the group that is read, [b, n, D]
         names = request.learn
         self.silent = [
             names is not True and (names is False or level.name not in names)
@@ -275,7 +279,7 @@ class _Reader:
             self.updates.append(())
             self.hidden.append(None)
             return None
-        request, targets = self.request, None
+        request, targets, runs = self.request, None, self._runs(group)
         if request.targets is not None:
             targets = group.of(request.targets)
             if group.valid is not None:
@@ -283,24 +287,26 @@ class _Reader:
         stream = TokenStream(
             self.engine,
             self._rates(),
-            run=self._run,
+            run=self._run_of(group, state),
             meta=None if self.outer is not None else request.meta,
             truncate=self.model.config.truncate and request.meta != "second_order",
             outer=self.outer,
             targets=targets,
             keep_logits=request.keep_logits,
             measure=request.measure,
-            final=request.cache is None,
+            final=request.cache is None and len(runs) == 1,  # else the next run goes on from it
             observe=self.model.training and (request.meta is not None or self.outer is not None),
             recompute=self.recompute,
         )
-        if request.embeds is not None:
-            self._embeds = group.of(request.embeds)
-        if all(self.silent):
-            out = stream.read(group.ids, state)
-        else:
-            wanted = torch.ones_like(group.ids, dtype=torch.bool)
-            out = stream.learn(group.ids, wanted if group.valid is None else group.valid, state)
+        wanted = (
+            torch.ones_like(group.ids, dtype=torch.bool) if group.valid is None else group.valid
+        )
+        for part, teaches in runs:
+            if teaches:
+                out = stream.learn(group.ids[:, part], wanted[:, part], state)
+            else:
+                out = stream.read(group.ids[:, part], state)
+            state = out.state
         self.states.append(out.state)
         self.updates.append(out.updates)
         if request.hidden:  # tokens that are read once more, of an earlier call, come first
@@ -309,12 +315,45 @@ class _Reader:
             self._passes = []
         return out.logits
 
-    def _run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
+    def _runs(self, group: _Group) -> list[tuple[slice, bool]]:
+        """Which columns are read together, and whether they teach: embeddings of no token do not.
+
+        What waits for its segment to be complete when such embeddings come teaches nothing either.
+        """
+        length = group.ids.shape[1]
+        if all(self.silent):
+            return [(slice(0, length), False)]
+        if self.request.known is None:
+            return [(slice(0, length), True)]
+        teaches = _teaching(group, self.request.known)[0].tolist()  # alike in all rows
+        begins = [n for n in range(length) if n == 0 or teaches[n] != teaches[n - 1]]
+        ends = [*begins[1:], length]
+        return [(slice(n, m), teaches[n]) for n, m in zip(begins, ends, strict=True)]
+
+    def _run_of(self, group: _Group, state: ContinuumState) -> Run:
+        """The forward pass: embeddings where this call gives them, else those of the tokens."""
+        if self.request.embeds is None:
+            return self._run
+        given, here = group.of(self.request.embeds), int(state.start[0]) + state.tokens.shape[1]
+
+        def run(ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
+            before = min(max(here - seen, 0), ids.shape[1])  # tokens of an earlier call
+            first = max(seen - here, 0)
+            x = given[:, first : first + ids.shape[1] - before]
+            if before:
+                x = torch.cat([self.model.model.embed_tokens(ids[:, :before]).to(x.dtype), x], 1)
+            return self._run(ids, tree, seen, x)
+
+        return run
+
+    def _run(
+        self, ids: Tensor, tree: Any, seen: int, embeds: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         cache = self.model.make_cache(tree, seen)
         options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "hooks": False}
         if self.request.hidden:
             options["gather"] = []
-        given = {"input_ids": ids} if self._embeds is None else {"inputs_embeds": self._embeds}
+        given = {"input_ids": ids} if embeds is None else {"inputs_embeds": embeds}
         x = self.model.model(**given, **options)
         if self.request.hidden:
             constant = self.request.meta is None
@@ -358,6 +397,32 @@ def _groups(engine: Engine, request: Request) -> list[_Group]:
             part = state if state is None or len(some) == len(rows) else state_select(state, some)
             found.append(_Group(rows[some], part, ids[rows[some]].gather(1, order), order, None))
     return found
+
+
+def _teaching(group: _Group, known: Tensor) -> Tensor:
+    """Which of a group's columns teach, [b, n]: where its embeddings are tokens (or padding)."""
+    mine = group.of(known)
+    return mine if group.valid is None else mine | ~group.valid
+
+
+def _alike(group: _Group, known: Tensor) -> list[_Group]:
+    """A group in parts whose sequences have embeddings of no token at the same places."""
+    patterns, number = _teaching(group, known).unique(dim=0, return_inverse=True)
+    if len(patterns) == 1:
+        return [group]
+    parts = []
+    for each in range(len(patterns)):
+        some = (number == each).nonzero()[:, 0]
+        parts.append(
+            _Group(
+                group.rows[some],
+                None if group.state is None else state_select(group.state, some),
+                group.ids[some],
+                None if group.columns is None else group.columns[some],
+                None if group.valid is None else group.valid[some],
+            )
+        )
+    return parts
 
 
 def _adopted(engine: Engine, cache: MemoryCache) -> Learned:

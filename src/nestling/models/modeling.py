@@ -26,6 +26,7 @@ from nestling.memories import Attention
 from nestling.models.cache import MemoryCache
 from nestling.models.card import GENERATED, model_card
 from nestling.models.configuration import NestlingConfig
+from nestling.models.embedded import tokens_of
 from nestling.models.learning import Request, learn_tokens, outer_targets
 from nestling.models.one_token import read_one_token
 from nestling.models.packing import as_documents, as_rows, documents
@@ -322,9 +323,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         `position_ids` are needed for packed rows only: every state knows its position.
 
         learn: in a model whose levels learn, False only reads, with what was learned so far; names
-            of levels let only these learn; by default all do, from tokens (`inputs_embeds` are only
-            read, and a warning says so where tokens would have taught). measure: the norms in the
-            output's `updates`.
+            of levels let only these learn; by default all do. Embeddings teach as the tokens whose
+            rows of the embedding table they are; others (soft prompts) are only read, and a warning
+            says so where so many tokens would have taught. measure: the norms in the output's
+            `updates`.
 
         Where levels learn, the logits of padding are zeros.
         """
@@ -333,22 +335,22 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             if (quick := self._one_token(input_ids, past_key_values, *alone)) is not None:
                 return quick
         learned = getattr(past_key_values, "learned", None) is not None
-        if learn is None:
-            learn = input_ids is not None
-            if inputs_embeds is not None and not learn:
-                self._say_unlearned(past_key_values, inputs_embeds.shape[1])
-        learn = learn if isinstance(learn, bool) else tuple(learn) or False
-        learn = learn if learn is not False and self.learns_now else False
+        asked = learn is not None
+        learn = True if learn is None else learn if isinstance(learn, bool) else tuple(learn)
+        learn = learn if learn and self.learns_now else False
         if learn is not False and torch.compiler.is_exporting():
             raise ValueError("levels that learn cannot be exported: give learn=False")
+        tokens, known = input_ids, None
+        if learn is not False and input_ids is None and inputs_embeds is not None:
+            tokens, known = self._tokens_of(inputs_embeds, attention_mask, past_key_values, asked)
+            learn = False if known is None else learn
         if learned or learn is not False:
-            if input_ids is None and learn is not False:
-                raise ValueError("levels learn from tokens: give input_ids, or learn=False")
             if input_ids is not None and inputs_embeds is not None:
                 raise ValueError("give exactly one of input_ids and inputs_embeds")
             return self._learning(
-                input_ids,
+                tokens,
                 inputs_embeds,
+                known,
                 attention_mask,
                 position_ids,
                 past_key_values,
@@ -419,23 +421,41 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
             return NestlingOutput(logits=logits, past_key_values=cache, updates=())
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
-    def _say_unlearned(self, past: MemoryCache | None, count: int) -> None:
-        """Warn that embeddings teach nothing, if so many tokens would have made a level step."""
-        if torch.compiler.is_compiling() or not self.learns_now:
-            return
-        seen = 0 if past is None else past.get_seq_length()
-        active = [level for level in self.config.memory_levels if level.active]
-        if any(level.due(at) for at in range(seen + 1, seen + count + 1) for level in active):
-            warnings.warn(
-                "levels learn from tokens, so inputs_embeds are only read: give input_ids to learn"
-                " from them, or learn=False to read without this warning",
-                stacklevel=3,
+    def _tokens_of(
+        self, embeds: Tensor, mask: Tensor | None, past: MemoryCache | None, asked: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens of embeddings, and which teach, [B, T] each; None where none does.
+
+        Padding counts as teaching: it is in nobody's way. Warn if so many tokens in the place of
+        the others would have made a level step; whoever `asked` to learn must give some tokens.
+        """
+        ids, known = tokens_of(embeds, self.get_input_embeddings().weight)
+        real = _token_mask(mask, embeds.shape[1])
+        others = ~known if real is None else ~known & real
+        if embeds.is_meta or not bool(others.any()):
+            return ids, None if embeds.is_meta else ~others
+        none = bool(others.all() if real is None else others[real].all())
+        if asked and none:
+            raise ValueError(
+                "levels learn from tokens, and none of inputs_embeds is a row of the embedding"
+                " table: give input_ids, or learn=False"
             )
+        seen = 0 if past is None else past.get_seq_length()
+        places = [seen + column + 1 for column in others.any(0).nonzero()[:, 0].tolist()]
+        active = [level for level in self.config.memory_levels if level.active]
+        if not asked and any(level.due(at) for at in places for level in active):
+            warnings.warn(
+                "levels learn from tokens, so inputs_embeds that are no rows of the embedding table"
+                " are only read: give learn=False to read without this warning",
+                stacklevel=6,  # whoever called the model
+            )
+        return ids, None if none else ~others
 
     def _learning(
         self,
         ids: Tensor | None,
         embeds: Tensor | None,
+        known: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         past: MemoryCache | None,
@@ -448,8 +468,10 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """`forward` while the levels learn from what is read (Eq. 71), or have learned before."""
         self.model._refuse(options, position_ids)
-        if embeds is not None:  # nobody knows the tokens: they are only read
+        if embeds is not None and known is None:  # they are only read
             ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        if known is not None and bool(known.all()):
+            known, embeds = None, embeds if torch.is_grad_enabled() else None  # just tokens
         if ids is None:
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         names = [level.name for level in self.config.memory_levels]
@@ -465,12 +487,14 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
         first = grad and config.truncate and order != "second_order"
         once = first and self.training and targets is not None and learn is not False
+        once = once and (embeds is None or not embeds.requires_grad)  # gradients go through them
         layout = documents(position_ids, mask, ids.shape[0])
         hidden: Any = options.get("output_hidden_states")
         hidden = config.output_hidden_states if hidden is None else hidden
         given = Request(
             ids=ids,
             embeds=embeds,
+            known=known,
             mask=mask,
             cache=cache,
             targets=targets if once else None,
