@@ -75,6 +75,7 @@ class Stage:
     noise: tokens between two facts, at most on average (0: none; sequences differ).
     short: share of facts in which words are left out; bare: of questions without the prompt.
     early: share of prompts after which the answer comes before "Answer:", anywhere in it.
+    related: share of sentences of noise that name a person, place or thing of the stories.
     near: share of sentences of noise with pieces of facts in them, none whole.
     quiet: weight of what memories write of noise, beside the loss of the answers.
     """
@@ -85,6 +86,7 @@ class Stage:
     short: float = 0.0
     bare: float = 0.0
     early: float = 0.0
+    related: float = 0.0
     near: float = 0.0
     quiet: float = 0.0
 

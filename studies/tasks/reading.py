@@ -71,12 +71,12 @@ def read(
     keep: Path,
     floor: float = 0.0,
     side_by_side: int = 20,
-    piece: int = 256,
+    at_once: int = 5120,
 ) -> Record:
     """The scores of a model; plan: by suite and task, how many samples at each length.
 
     floor: a task is not read at longer lengths once its score is at most this.
-    keep: a file of what was read already.
+    keep: a file of what was read already. at_once: tokens in a forward pass, of all samples.
     """
     record: Record = json.loads(keep.read_text()) if keep.is_file() else {}
     vocabulary = load()
@@ -91,7 +91,7 @@ def read(
                 scores: list[float] = []
                 most = 0.0
                 while some := list(islice(made, side_by_side)):
-                    said = answer(model, some, vocabulary, piece=piece)
+                    said = answer(model, some, vocabulary, piece=at_once // len(some))
                     scores += map(SUITES[suite].score, some, said)
                     most = max(most, resident())
                 done[str(length)] = {

@@ -3,10 +3,9 @@
     draw = stories(data, ("qa1",))
     ids, targets, noise = draw(random.Random(0), stage)
 
-A story is asked about again and again, all the people it has told of, so that a short sequence has
-many answers. Stories of qa1 are made up without end, those of the other tasks are bAbI's training
-stories with their names exchanged. What a stage may leave out makes the beginning easier: without
-"to the", a short convolution sees who went where.
+Stories are made up in bAbI's words and go on without end. A story is asked about again and again,
+all that it has told of, so that a short sequence has many answers. What a stage may leave out makes
+the beginning easier: without "to the", a short convolution sees who went where.
 """
 
 from __future__ import annotations
@@ -17,22 +16,28 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nestling.evaluate import babilong
 from nestling.evaluate.samples import sentences
 from studies.tasks.long import Draw, Row, Stage, excerpts
-from studies.tasks.vocabulary import Vocabulary, load
+from studies.tasks.vocabulary import load
 
 __all__ = ["Part", "stories"]
 
 PEOPLE = ("Mary", "John", "Daniel", "Sandra")
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
-NAMES = (PEOPLE, PLACES, THINGS)
-GIVERS = (("Bill", "Fred", "Jeff", "Mary"), *NAMES[1:])
+GIVERS = ("Bill", "Fred", "Jeff", "Mary")
+SIDES = {"north": "south", "south": "north", "east": "west", "west": "east"}
+TAKES = ("got", "took", "grabbed", "picked up")
+LEAVES = ("left", "dropped", "discarded", "put down")
+GIVES = ("gave", "handed", "passed")
 MOVES = ("moved to", "went to", "journeyed to", "travelled to", "went back to")
-OTHERS = ("he", "she", "they", "I", "who", "it")
+SMALL = ("the", "to", "of", "is")
+"""Words of facts that tell nothing."""
+RELATED = re.compile(rf"\b(?:{'|'.join((*PEOPLE, *PLACES, *THINGS, *GIVERS, *MOVES))})\b")
+"""What sentences of books have in common with facts."""
 SHORTEST = babilong.SHORTEST
 TAIL = 6
 """Tokens of a prompt after its question mark."""
@@ -47,110 +52,171 @@ class Part(NamedTuple):
     asked: Sequence[tuple[str, str]]
 
 
-def walk(rng: random.Random) -> Iterator[Part]:
-    """A story of qa1 without end: people go to places, and are asked for."""
-    at: dict[str, str] = {}
+class World:
+    """What facts say so far: `answers` to bAbI's questions."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, str] = {}
+        self.at: dict[str, str] = {}  # people and things
+        self.held: dict[str, str] = {}  # things, and who has them
+
+    def moves(self, who: str, where: str) -> None:
+        self.at[who] = self.answers[f"Where is {who}?"] = where
+        for what in [what for what, holder in self.held.items() if holder == who]:
+            self._brought(what, where)
+
+    def takes(self, who: str, what: str) -> None:
+        self.held[what] = who
+        if who in self.at:
+            self._brought(what, self.at[who])
+
+    def leaves(self, who: str, what: str) -> None:
+        self.held.pop(what, None)
+        if who in self.at:
+            self._brought(what, self.at[who])
+
+    def gives(self, who: str, what: str, whom: str) -> None:
+        self.takes(whom, what)
+        self.answers |= {
+            f"What did {who} give to {whom}?": what,
+            f"Who gave the {what} to {whom}?": who,
+            f"Who gave the {what}?": who,
+            f"Who received the {what}?": whom,
+            f"Who did {who} give the {what} to?": whom,
+        }
+
+    def lies(self, one: str, side: str, other: str) -> None:
+        for a, to, b in ((one, side, other), (other, SIDES[side], one)):
+            self.answers |= {f"What is {to} of the {b}?": a, f"What is the {a} {to} of?": b}
+
+    def _brought(self, what: str, where: str) -> None:
+        before = self.at.get(what, where)
+        self.at[what] = self.answers[f"Where is the {what}?"] = where
+        if before != where:
+            self.answers[f"Where was the {what} before the {where}?"] = before
+
+
+def _moved(world: World, rng: random.Random, people: Sequence[str]) -> str:
+    who, where = rng.choice(people), rng.choice(PLACES)
+    world.moves(who, where)
+    return f"{who} {rng.choice(MOVES)} the {where}."
+
+
+def _handled(world: World, rng: random.Random, people: Sequence[str]) -> str:
+    """Somebody moves, takes a thing that is where they are, or leaves one they have."""
+    who, what = rng.choice(people), rng.choice(THINGS)
+    there = rng.choice((" there", ""))
+    if world.held.get(what) == who and rng.random() < 0.5:
+        world.leaves(who, what)
+        return f"{who} {rng.choice(LEAVES)} the {what}{there}."
+    here = what not in world.held and world.at.get(what, world.at.get(who)) == world.at.get(who)
+    if here and who in world.at:
+        world.takes(who, what)
+        return f"{who} {rng.choice(TAKES)} the {what}{there}."
+    return _moved(world, rng, people)
+
+
+def _given(world: World, rng: random.Random, people: Sequence[str]) -> str:
+    """As `_handled`, or somebody gives a thing they have to another."""
+    if world.held and rng.random() < 0.4:
+        what, who = rng.choice(sorted(world.held.items()))
+        whom = rng.choice([other for other in people if other != who])
+        world.gives(who, what, whom)
+        return f"{who} {rng.choice(GIVES)} the {what} to {whom}."
+    return _handled(world, rng, people)
+
+
+def _laid(world: World, rng: random.Random, people: Sequence[str]) -> str:
+    del people
+    one, other = rng.sample(PLACES, 2)
+    side = rng.choice(tuple(SIDES))
+    world.lies(one, side, other)
+    return f"The {one} is {side} of the {other}."
+
+
+class _Kind(NamedTuple):
+    """How a task's next fact comes about, who takes part, how its questions begin."""
+
+    tell: Callable[[World, random.Random, Sequence[str]], str]
+    people: Sequence[str]
+    asks: tuple[str, ...]
+
+
+KINDS = {
+    "qa1": _Kind(_moved, PEOPLE, (r"Where is (?!the)",)),
+    "qa2": _Kind(_handled, PEOPLE, (r"Where is the", r"Where is the", r"Where is (?!the)")),
+    "qa3": _Kind(_handled, PEOPLE, (r"Where was", r"Where was", r"Where is the")),
+    "qa4": _Kind(_laid, (), (r"What is",)),
+    "qa5": _Kind(_given, GIVERS, (r"Who|What did",)),
+}
+"""Of questions of the first kind a task is made; the others help to learn it."""
+
+
+def tell(rng: random.Random, task: str) -> Iterator[Part]:
+    """A story without end: facts, and after every few of them questions."""
+    kind, world = KINDS[task], World()
     while True:
-        facts = []
-        for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
-            who, where = rng.choice(PEOPLE), rng.choice(PLACES)
-            at[who] = where
-            facts.append(f"{who} {rng.choice(MOVES)} the {where}.")
-        asked = rng.sample(sorted(at), min(len(at), rng.randint(1, 3)))
-        yield Part(facts, [(f"Where is {who}?", at[who]) for who in asked])
-
-
-def _chains(told: Sequence[babilong.Story]) -> list[list[babilong.Story]]:
-    """The questions of each story together: facts of one begin with those of the one before."""
-    chains: list[list[babilong.Story]] = []
-    for story in told:
-        before = chains[-1][-1].facts if chains else None
-        if before is not None and story.facts[: len(before)] == before:
-            chains[-1].append(story)
-        else:
-            chains.append([story])
-    return chains
-
-
-def renamed(story: babilong.Story, names: Sequence[Sequence[str]], rng: random.Random) -> Any:
-    """The story with its people, places and things exchanged among each other."""
-    new: dict[str, str] = {}
-    for group in names:
-        new |= dict(zip(group, rng.sample(group, len(group)), strict=True))
-
-    def said(text: str) -> str:
-        return re.sub(r"\w+", lambda word: new.get(word[0], word[0]), text)
-
-    return babilong.Story(tuple(map(said, story.facts)), said(story.question), said(story.answer))
-
-
-def _told(folder: Path, task: str) -> Callable[[random.Random], Iterator[Part]]:
-    """A task's training stories (10,000 questions, 1,000 of qa3) with other names."""
-    chains = _chains(babilong.stories(folder, task, "train", "en" if task == "qa3" else "en-10k"))
-    names = GIVERS if task == "qa5" else NAMES
-
-    def tell(rng: random.Random) -> Iterator[Part]:
-        same, seen = rng.getrandbits(48), 0
-        for question in rng.choice(chains):
-            story = renamed(question, names, random.Random(same))
-            facts, seen = story.facts[seen:], len(story.facts)
-            yield Part(facts, [(story.question, story.answer)])
-
-    return tell
+        facts = [kind.tell(world, rng, kind.people) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+        asks = re.compile(rng.choice(kind.asks))
+        known = sorted(item for item in world.answers.items() if asks.match(item[0]))
+        asked = rng.sample(known, min(len(known), rng.randint(1, 3)))
+        yield Part(facts, asked)
 
 
 def shortened(fact: str, rng: random.Random) -> str:
-    """A fact without "the", without "to the", or without its verb."""
-    words = fact.split(" ")
-    if "the" not in words[2:]:
-        return fact
-    at = words.index("the", 2)
-    keep = rng.choice(((1, at), (1, 2), (at, at + 1)))
-    return " ".join((words[0], *words[slice(*keep)], *words[at + 1 :]))
+    """A fact without its small words, and at times without the verb of a move."""
+    words = fact.removesuffix(".").split(" ")
+    if " to the " in fact and rng.random() < 0.5:
+        words = [words[0], words[-1]]
+    return " ".join(word for word in words if word.lower() not in SMALL) + "."
 
 
-def near(sentence: Sequence[int], rng: random.Random, vocabulary: Vocabulary) -> list[int]:
-    """A sentence of noise with pieces of facts in it, none of them whole and none side by side."""
-    made = list(sentence)
-    places = {vocabulary(f" {where}").input_ids[0] for where in PLACES}
-    others = [token for token in sentence if token not in places] or list(sentence[:1])
-    inside = range(1, len(sentence) - 1, 2)
-    for at in sorted(rng.sample(inside, min(len(inside), rng.choice((1, 1, 2, 3)))), reverse=True):
-        who, where, went = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(MOVES)
-        before, after = rng.choice(
-            (
-                (f" {who}", ""),
-                (f" the {where}", ""),
-                (f" {went} the {where}", ""),
-                (f" {rng.choice(OTHERS)} {went} the {where}.", ""),
-                (f" {who} {went} the", "."),
-                (f" {who}", f" the {where}"),
-            )
-        )
-        piece = vocabulary(before).input_ids
-        if after:
-            something = rng.choices(others, k=rng.randint(1, 3))
-            piece = [*piece, *something, *vocabulary(after).input_ids]
-        made[at:at] = piece
-    return made
+def pieces(fact: str, word: str, rng: random.Random) -> str:
+    """A fact with one of its words exchanged for this one, or a part of it that tells nothing."""
+    words = fact.removesuffix(".").removesuffix(" there").split(" ")
+    telling = [at for at, each in enumerate(words) if each.lower() not in SMALL]
+    kind = rng.random()
+    if kind < 0.3:  # all but the first of the words that tell something
+        return " ".join(words[telling[0] + 1 :])
+    if kind < 0.5:  # all before the last of them
+        return " ".join(words[: telling[-1]])
+    at = rng.choice(telling)
+    words[at] = word.capitalize() if words[at][0].isupper() else word
+    return " ".join(words) + "."
+
+
+def near(sentence: str, fact: str, rng: random.Random) -> str:
+    """A sentence of noise with a piece of a fact in it, or beside it; never a whole fact."""
+    words = sentence.split(" ")
+    plain = [word for word in words if word.isalpha() and not RELATED.search(word)] or ["it"]
+    piece = pieces(fact, rng.choice(plain), rng)
+    at = rng.randrange(len(words) + 1)
+    if any(RELATED.search(word) for word in words[max(0, at - 1) : at + 1]):
+        return sentence  # with a name beside it the piece may be whole
+    if rng.random() < 0.5 or not at:
+        return piece
+    return " ".join((*words[:at], piece, *words[at:]))
 
 
 @cache
-def _sentences(data: Path) -> tuple[str, ...]:
-    """Sentences of the books to train on."""
+def _sentences(data: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Sentences of the books to train on, and those of them that are related to the stories."""
     books, vocabulary = excerpts(data), load()
-    chosen = random.Random(0).sample(range(len(books.sources)), min(200, len(books.sources)))
-    found = (" " + text for number in chosen for text in sentences(books.text(number)))
-    return tuple(text for text in found if len(vocabulary(text).input_ids) > SHORTEST)
+    whole = (text for number in range(len(books.sources)) for text in sentences(books.text(number)))
+    found = tuple(text for text in whole if len(vocabulary(" " + text).input_ids) > SHORTEST)
+    return found, tuple(text for text in found if RELATED.search(text))
 
 
-def _noise(rng: random.Random, stage: Stage, mean: float, data: Path) -> Iterator[list[int]]:
+def _noise(
+    rng: random.Random, stage: Stage, mean: float, data: Path, facts: Sequence[str]
+) -> Iterator[list[int]]:
     """Sentences of books, of `mean` tokens together on average."""
     vocabulary, left = load(), int(rng.expovariate(1 / mean)) if mean else 0
     while left > 0:
-        ids = vocabulary(rng.choice(_sentences(data))).input_ids
+        text = rng.choice(_sentences(data)[rng.random() < stage.related])
         if rng.random() < stage.near:
-            ids = near(ids, rng, vocabulary)
+            text = near(text, rng.choice(facts), rng)
+        ids = [token for word in text.split(" ") for token in vocabulary(" " + word).input_ids]
         if len(ids) > left and rng.random() < 0.5:  # as the last sentence of a sample is cut
             ids = ids[:left]
         yield ids
@@ -160,35 +226,34 @@ def _noise(rng: random.Random, stage: Stage, mean: float, data: Path) -> Iterato
 def stories(data: Path, tasks: Sequence[str] = babilong.TASKS) -> Draw:
     """Stories of these tasks, one after another, among sentences of books."""
     vocabulary = load()
-    tell = {task: walk if task == "qa1" else _told(data / "babi", task) for task in tasks}
 
     def ask(row: Row, part: Part, stage: Stage, rng: random.Random) -> None:
         prompt = rng.random() >= stage.bare
         if prompt:
-            row.add(vocabulary("\n</context>").input_ids)
+            row.add(vocabulary("\n</context>").input_ids, noise=True)
         for question, answer in part.asked:
             text = f"\nQuestion: {question}\nAnswer:" if prompt else f" {question}"
             ids = vocabulary(text).input_ids
             if prompt and rng.random() < stage.early:  # nearer to the name that is asked for
                 ids = ids[: -rng.randint(1, TAIL)]
-            row.add(ids)
+            row.add(ids, noise=True)  # books ask, too: a question is not to be kept
             row.answer(vocabulary(" " + answer).input_ids)
 
     def draw(rng: random.Random, stage: Stage) -> Row:
         row = Row([], [], [])
         if rng.random() >= stage.bare:
-            row.add(vocabulary("<context>\n").input_ids)
+            row.add(vocabulary("<context>\n").input_ids, noise=True)
         mean = math.exp(rng.uniform(0, math.log(stage.noise))) if stage.noise else 0.0
         if rng.random() < STILL:
             mean = 0.0
         while len(row.ids) < stage.length:
-            for part in tell[rng.choice(tuple(tell))](rng):
+            for part in tell(rng, rng.choice(tuple(tasks))):
                 for fact in part.facts:
-                    for ids in _noise(rng, stage, mean, data):
+                    for ids in _noise(rng, stage, mean, data, part.facts):
                         row.add(ids, noise=True)
                     said = shortened(fact, rng) if rng.random() < stage.short else fact
                     row.add(vocabulary(" " + said).input_ids)
-                for ids in _noise(rng, stage, mean, data):
+                for ids in _noise(rng, stage, mean, data, part.facts):
                     row.add(ids, noise=True)
                 ask(row, part, stage, rng)
                 if len(row.ids) >= stage.length:

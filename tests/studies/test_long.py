@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -80,15 +81,17 @@ def test_what_is_learned_is_the_answer_to_the_question(data, stage):
     assert len(row.ids) == len(row.targets) == len(row.noise) == stage.length
     found = told(row.ids, row.targets)
     assert len(found) >= 2
-    facts = load().decode([i for i, noise in zip(row.ids, row.noise, strict=True) if not noise])
-    for before, answer in found:
+    kept = [i for i, noise in zip(row.ids, row.noise, strict=True) if not noise]
+    assert "Where" not in load().decode(kept)
+    wanted = [i for i, target in enumerate(row.targets) if target != IGNORE]
+    ends = [i for i in wanted if row.targets[i - 1] == IGNORE]
+    for at, (before, answer) in zip(ends, found, strict=False):
         assert before.endswith("?" if stage.bare else "?\nAnswer:")
         person = before.rsplit("Where is ", 1)[1].split("?")[0]
-        last = before.count(f"Where is {person}?")
-        so_far = facts.split(f"Where is {person}?")[:last]
-        moved = [s for s in "".join(so_far).split(".") if f"{person} " in s]
-        assert moved[-1].split(" ")[-1] == answer.strip()
-    assert any(row.noise) == bool(stage.noise)
+        ids = zip(row.ids[:at], row.noise[:at], strict=True)
+        so_far = load().decode([i for i, noise in ids if not noise])
+        moved = re.findall(rf"{person} (?:[a-z]+ )*([a-z]+)\.", so_far)
+        assert moved[-1] == answer.strip()
 
 
 def test_answers_may_come_before_the_prompt_ends(data):
@@ -99,26 +102,46 @@ def test_answers_may_come_before_the_prompt_ends(data):
     assert all("\nAnswer:".startswith(end) and end != "\nAnswer:" for end in ends)
 
 
-def test_noise_comes_near_facts_and_holds_none(data):
-    vocabulary, rng = load(), random.Random(900)
-    sentence = vocabulary(" It was a very long story about a ship and the sea.").input_ids
-    made = [vocabulary.decode(scattered.near(sentence, rng, vocabulary)) for _ in range(2000)]
-    people, moves, places = ("|".join(n) for n in (scattered.PEOPLE, scattered.MOVES, PLACES))
-    assert all(re.search(f"{people}|the (?:{places})", text) for text in made)
-    assert any(re.search(f"(?:{moves}) the (?:{places})", text) for text in made)
-    assert not any(re.search(f"(?:{people}) (?:{moves}) the (?:{places})", t) for t in made)
+def test_noise_comes_near_facts_and_holds_none():
+    sentence, rng = "It was a very long story about a ship, Mary, and the sea.", random.Random(900)
+    told = (
+        "Mary went to the office.",
+        "John got the milk there.",
+        "The office is north of the hall.",
+    )
+    whole = re.compile("Mary went to the office|John got the milk|office is north of the hall")
+    for fact, parts in zip(told, (r"Mary|office", r"John|milk", "office|hall"), strict=True):
+        made = [scattered.near(sentence, fact, rng) for _ in range(2000)]
+        assert not any(whole.search(text) for text in made)
+        assert sum(bool(re.search(parts, text.replace(", Mary,", ""))) for text in made) > 1500
+        assert any(text.startswith("It was") and len(text) > len(sentence) for text in made)
+        assert any(len(text) < len(sentence) for text in made)
 
 
-PLACES = scattered.PLACES
+def test_some_noise_is_related_to_the_stories(data):
+    stage = long.Stage(until=1.0, length=2000, noise=300, related=1.0)
+    facts = ("Mary went to the office.",)
+    every = scattered._noise(random.Random(900), stage, 3000, data, facts)
+    texts = [load().decode(ids) for ids in every]
+    share = sum(bool(scattered.RELATED.search(text)) for text in texts) / len(texts)
+    assert share > 0.9  # one that is cut may have lost its word
+    plain = scattered._noise(
+        random.Random(901), long.replace(stage, related=0.0), 3000, data, facts
+    )
+    assert sum(bool(scattered.RELATED.search(load().decode(ids))) for ids in plain) < 0.2 * len(
+        texts
+    )
 
 
-def test_shortened_facts_leave_out_words_between_who_and_where():
+def test_shortened_facts_leave_out_what_tells_nothing():
     made = {
         scattered.shortened("Mary went back to the office.", random.Random(i)) for i in range(9)
     }
-    assert made == {"Mary went back to office.", "Mary went office.", "Mary the office."}
-    assert scattered.shortened("Mary got the milk there.", random.Random(0)).startswith("Mary ")
-    assert scattered.shortened("The office is north.", random.Random(0)) == "The office is north."
+    assert made == {"Mary went back office.", "Mary office."}
+    short = scattered.shortened("The office is north of the hallway.", random.Random(0))
+    assert short == "office north hallway."
+    gift = scattered.shortened("Mary gave the milk to Fred.", random.Random(0))
+    assert gift == "Mary gave milk Fred."
 
 
 @pytest.mark.parametrize(
@@ -134,7 +157,6 @@ def test_batches_come_from_the_seed_and_grow_in_stages(data, make):
         assert ids.shape == targets.shape == noise.shape == shape
         assert ids.equal(again(step)[0])
         assert (targets != IGNORE).any()
-        assert not (noise & (targets != IGNORE)).any()
     other = long.batches(draw, plan, seed=901)
     assert not batch(4)[0].equal(other(4)[0])
     assert not batch(4)[0].equal(batch(3)[0])
@@ -164,7 +186,8 @@ TINY = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 64, "parameters": 40
 
 
 @pytest.mark.parametrize(
-    ("arm", "gates"), [("hope", 4), ("deltanet", 2), ("gated_delta", 4), ("transformer", 0)]
+    ("arm", "gates"),
+    [("hope", 1), ("deltanet", 1), ("gated_delta", 2), ("titans", 2), ("transformer", 0)],
 )
 def test_training_makes_memories_write_less_of_noise(arm, gates):
     torch.manual_seed(900)
@@ -191,22 +214,58 @@ def test_training_makes_memories_write_less_of_noise(arm, gates):
     assert quiet.loudness(made, noise & False).item() == 0
 
 
-def test_names_are_exchanged_alike_in_facts_question_and_answer():
-    story = babilong.Story(
-        ("Mary went to the office.", "John got the milk."), "Where is Mary?", "office"
-    )
-    made = {scattered.renamed(story, scattered.NAMES, random.Random(i)) for i in range(40)}
-    assert len(made) > 20
-    for facts, question, answer in made:
-        who = question.removeprefix("Where is ").removesuffix("?")
-        assert facts[0] == f"{who} went to the {answer}."
-        assert not facts[1].startswith(who)
+def test_gates_are_asked_to_shut_however_open_they_are():
+    gates, noise = torch.full((1, 1, 400), -20.0), torch.ones(1, 400, dtype=torch.bool)
+    gates[0, 0, 7] = 12.0  # its sigmoid is flat
+    gates.requires_grad_()
+    quiet.loudness([gates], noise).backward()
+    slope = gates.grad[0, 0]
+    assert slope[7] > 0.02
+    assert slope[7] > 1000 * slope[8]
+    noise[0, 7] = False
+    assert quiet.loudness([gates], noise).item() < 1e-4
 
 
-def test_the_questions_of_a_story_are_chained():
-    lines = "1 A went.\n2 Q? \tx\t1\n3 B went.\n4 Q? \ty\t3\n1 C went.\n2 Q? \tz\t1\n"
-    chains = scattered._chains(tuple(babilong.parse(lines)))
-    assert [[story.answer for story in chain] for chain in chains] == [["x", "y"], ["z"]]
+# Stories
+
+
+def played(world: scattered.World, fact: str) -> None:
+    """What one of bAbI's facts says, told to a world."""
+    words = fact.removesuffix(".").removesuffix(" there").split(" ")
+    if " is " in fact:
+        world.lies(words[1], words[3], words[6])
+    elif any(f" {verb} the " in fact for verb in scattered.MOVES):
+        world.moves(words[0], words[-1])
+    elif any(f" {verb} the " in fact for verb in scattered.TAKES):
+        world.takes(words[0], words[-1])
+    elif any(f" {verb} the " in fact for verb in scattered.LEAVES):
+        world.leaves(words[0], words[-1])
+    else:
+        assert any(f" {verb} the " in fact for verb in scattered.GIVES), fact
+        world.gives(words[0], words[-3], words[-1])
+
+
+def answered(facts: Sequence[str]) -> dict[str, str]:
+    world = scattered.World()
+    for fact in facts:
+        played(world, fact)
+    return world.answers
+
+
+@pytest.mark.parametrize("task", babilong.TASKS)
+def test_made_up_stories_answer_as_babi_does(task, data):
+    told = babilong.stories(data / "babi", task, "train", "en")
+    wrong = [s for s in told if answered(s.facts).get(s.question) != s.answer]
+    assert len(wrong) <= (2 if task == "qa5" else 0)  # there bAbI asks for an earlier gift
+    every, words, seen = scattered.tell(random.Random(900), task), set(), []
+    for _ in range(400):
+        part = next(every)
+        seen += part.facts
+        now = answered(seen)
+        assert all(now[question] == answer for question, answer in part.asked)
+        words |= set(" ".join(part.facts).split(" "))
+    of_babi = {word for s in told for fact in s.facts for word in fact.split(" ")}
+    assert words == of_babi
 
 
 # Reading
@@ -265,9 +324,10 @@ def test_wilson_is_the_textbook_interval():
 
 def test_babilong_asks_as_many_samples_as_agreed():
     protocol = study_babilong.Protocol()
-    near = {K: 50, 4 * K: 50, 16 * K: 30, 64 * K: 15, 256 * K: 5}
+    near = {K: 100, 4 * K: 100, 16 * K: 50, 64 * K: 30, 256 * K: 10, M: 5}
+    assert protocol.seeds == (0, 1, 2)
     assert protocol.plan("stories", "hope") == {("babilong", "qa1"): near}
-    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, M: 3, 10 * M: 1}}
+    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, 10 * M: 3}}
     assert protocol.plan("far", "deltanet") == protocol.plan("far", "hope")
     assert max(protocol.plan("far", "transformer")["babilong", "qa1"]) == 16 * K
     assert protocol.curriculum.stages[-1].length == 512
