@@ -54,11 +54,11 @@ class Protocol:
     samples: tuple[tuple[int, int], ...] = (
         (1 * K, 100),
         (4 * K, 100),
-        (16 * K, 50),
-        (64 * K, 30),
-        (256 * K, 10),
-        (1 * M, 5),
-        (10 * M, 3),
+        (16 * K, 100),
+        (64 * K, 100),
+        (256 * K, 30),
+        (1 * M, 30),
+        (10 * M, 20),
     )
     stories: int = 1 * M  # how far the task of this name reads; `far` goes on from there
     transformer: int = 16 * K  # how far attention reads

@@ -324,10 +324,10 @@ def test_wilson_is_the_textbook_interval():
 
 def test_babilong_asks_as_many_samples_as_agreed():
     protocol = study_babilong.Protocol()
-    near = {K: 100, 4 * K: 100, 16 * K: 50, 64 * K: 30, 256 * K: 10, M: 5}
+    near = {K: 100, 4 * K: 100, 16 * K: 100, 64 * K: 100, 256 * K: 30, M: 30}
     assert protocol.seeds == (0, 1, 2)
     assert protocol.plan("stories", "hope") == {("babilong", "qa1"): near}
-    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, 10 * M: 3}}
+    assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, 10 * M: 20}}
     assert protocol.plan("far", "deltanet") == protocol.plan("far", "hope")
     assert max(protocol.plan("far", "transformer")["babilong", "qa1"]) == 16 * K
     assert protocol.curriculum.stages[-1].length == 512
