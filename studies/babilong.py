@@ -37,19 +37,19 @@ class Protocol:
     tasks: tuple[str, ...] = ("qa1",)
     curriculum: Curriculum = field(
         default_factory=lambda: Curriculum(
-            steps=1600,
+            steps=3000,
             tokens=2048,
             stages=(
-                Stage(until=0.2, length=64, short=0.6, bare=1.0),
-                Stage(until=0.4, length=128, short=0.2, bare=0.2, early=0.6),
-                Stage(until=0.6, length=256, noise=100, quiet=0.3, **AMONG),
+                Stage(until=0.3, length=64, short=0.6, bare=1.0),
+                Stage(until=0.55, length=128, short=0.2, bare=0.2, early=0.6),
+                Stage(until=0.7, length=256, noise=100, quiet=0.3, **AMONG),
                 Stage(until=1.0, length=512, noise=300, quiet=1.0, **AMONG),
             ),
         )
     )
     rates: tuple[float, ...] = (5e-3,)
     trial_share: float = 0.25
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (10, 11, 12)
     tuning_seed: int = 100
     samples: tuple[tuple[int, int], ...] = (
         (1 * K, 100),
@@ -64,7 +64,7 @@ class Protocol:
     transformer: int = 16 * K  # how far attention reads
     floor: float = 0.3  # a task is not read further once no more than this share is right
     analysis: str = (
-        "one rate for all arms; the recipe was found with Hope on seeds 900 to 902, by answers at"
+        "one rate for all arms; the recipe was found with Hope on seeds 900 to 906, by answers at"
         " trained lengths and by what gates let through of four books of the training's; 95% over"
         " seeds by Student's t where three were read and differ, else over samples by Wilson"
     )
@@ -114,10 +114,12 @@ LIMITS = (
     " fine-tuned; a vocabulary of 2,048 byte pairs.",
     "The recipe was found with Hope; other models might do better with another one, and their rate"
     " was not tuned.",
-    "It replaces one of which seed 0 was run before (1,500 steps, a mean of sigmoids asked of all"
-    " layers' gates): Hope had 74, 60, 40, 33 and 40% at 1K, 4K, 16K, 64K and 256K (50, 50, 30, 15"
-    " and 5 samples). That was known when this recipe was made. Development models were also read"
-    " once at 64K tokens of development books, to time it: 20 of 20; nothing was changed after it.",
+    "It is the third. The first, of which seed 0 was run, asked a mean of sigmoids of all layers'"
+    " gates (1,500 steps): Hope had 74, 60, 40, 33 and 40% at 1K, 4K, 16K, 64K and 256K. The second"
+    " was this one in 1,600 steps, of which seeds 0 and 1 were run: seed 1 had 100, 100, 99, 100, 93"
+    " and 100% at 1K to 1M, and seed 0, which had not learned bare stories to the end (89% of"
+    " their questions in training), 69, 48 and 29% at 1K to 16K. So training is longer here, after"
+    " six trainings of seeds 903 to 906, two of them whole, and all seeds are new ones.",
     "No sentence of the books is a fact of qa1; words of the stories are in 1 of 40 sentences.",
     "The paper's Fig. 9 has no numbers in its text, so that no curve of it is drawn here.",
     "Background: six Project Gutenberg books that training did not have; at 10M tokens their"
