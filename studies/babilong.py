@@ -116,8 +116,8 @@ LIMITS = (
     " was not tuned.",
     "It is the third. The first, of which seed 0 was run, asked a mean of sigmoids of all layers'"
     " gates (1,500 steps): Hope had 74, 60, 40, 33 and 40% at 1K, 4K, 16K, 64K and 256K. The second"
-    " was this one in 1,600 steps, of which seeds 0 and 1 were run: seed 1 had 100, 100, 99, 100, 93"
-    " and 100% at 1K to 1M, and seed 0, which had not learned bare stories to the end (89% of"
+    " was this one in 1,600 steps, of which seeds 0 and 1 were run: seed 1 had 100, 100, 99, 100,"
+    " 93 and 100% at 1K to 1M, and seed 0, which had not learned bare stories to the end (89% of"
     " their questions in training), 69, 48 and 29% at 1K to 16K. So training is longer here, after"
     " six trainings of seeds 903 to 906, two of them whole, and all seeds are new ones.",
     "No sentence of the books is a fact of qa1; words of the stories are in 1 of 40 sentences.",
