@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,9 +162,7 @@ def answer(
 
 def _ids(given: Sample, tokenizer: Any) -> Iterator[int]:
     """A sample's tokens, a piece of text at a time."""
-    count = Tokens(tokenizer)
-    for text in given.stream():
-        yield from count.ids(text)
+    return chain.from_iterable(map(Tokens(tokenizer).ids, given.stream()))
 
 
 def _read(model: Any, rows: list[Iterator[int]], cache: Any, piece: int) -> Tensor:
