@@ -71,7 +71,7 @@ def read(
     keep: Path,
     floor: float = 0.0,
     side_by_side: int = 20,
-    at_once: int = 5120,
+    at_once: int = 10_240,
 ) -> Record:
     """The scores of a model; plan: by suite and task, how many samples at each length.
 
