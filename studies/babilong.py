@@ -17,9 +17,16 @@ from studies import default
 from studies.harness.page import Page
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, by_rate, cells
-from studies.harness.verdict import wilson
 from studies.tasks.long import Curriculum, Stage, spread
-from studies.tasks.reading import SampleCounts, bare, length_page, mean, short, train_and_read
+from studies.tasks.reading import (
+    SampleCounts,
+    bare,
+    length_page,
+    mean,
+    short,
+    shown,
+    train_and_read,
+)
 from studies.tasks.scattered import stories
 from studies.tasks.vocabulary import SIZE as VOCABULARY
 
@@ -134,28 +141,38 @@ def findings(study: Study, runs: Mapping[str, Run], lengths: Sequence[int]) -> l
     said = []
     for arm, title in study.arms.items():
         cell = found.get((study.tasks[0], arm))
-        run = cell.runs.get(study.seeds[0]) if cell else None
-        if run is None:
+        if cell is None:
             continue
-        for task, done in run["read"].items():
-            longest = max(map(int, done))
-            scores = done[str(longest)]["scores"]
-            low, high = wilson(sum(scores), len(scores))
-            text = (
-                f"{title}: {task} {100 * mean(done[str(longest)]):.0f}% at {short(longest)}"
-                f" ({100 * low:.0f}-{100 * high:.0f}, {len(scores)} samples)"
-            )
-            first = min(map(int, done))
-            text += f", from {100 * mean(done[str(first)]):.0f}% at {short(first)}"
-            if run["gave up"][task]:
-                text += ", where reading ended"
+        each = list(cell.runs.values())
+        for task in study.protocol.tasks:
+            read = sorted({int(length) for run in each for length in run["read"][task]})
+            all_read = [n for n in read if all(str(n) in run["read"][task] for run in each)]
+            ends = dict.fromkeys((all_read[0], all_read[-1], read[-1]))  # without repetition
+            told = [f"{shown(each, task, n)}% at {short(n)}" for n in ends]
+            text = f"{title}: {task} {', '.join(told)} ({counted(each, task, read[-1])})"
+            stopped = sum(run["gave up"][task] for run in each)
+            if stopped:
+                text += f"; {stopped} of {len(each)} models read no further, at most"
+                text += f" {study.protocol.floor:.0%} being right"
             if arm == "hope" and task == "qa1":
-                there = longest == max(lengths) and mean(done[str(longest)]) >= GOAL
-                missed = max(map(mean, done.values())) < GOAL
-                word = "reached on these samples" if there else "missed" if missed else "open"
+                longest = read[-1] == max(lengths) and lowest(each, task, read[-1]) >= GOAL
+                missed = max(mean(one) for run in each for one in run["read"][task].values()) < GOAL
+                word = "reached on these samples" if longest else "missed" if missed else "open"
                 text += f"; the goal (95% at {short(max(lengths))}) is {word}"
             said.append(text + ".")
     return said or ["Nothing is claimed: no run is finished."]
+
+
+def counted(runs: Sequence[Run], task: str, length: int) -> str:
+    """How many models were asked how many samples at a length."""
+    there = [run["read"][task][str(length)] for run in runs if str(length) in run["read"][task]]
+    models = f"{len(there)} of {len(runs)} models" if len(runs) > 1 else "one model"
+    return f"the longest by {models}, {len(there[0]['scores'])} samples each"
+
+
+def lowest(runs: Sequence[Run], task: str, length: int) -> float:
+    """The lowest score of the models that were asked at a length."""
+    return min(mean(r["read"][task][str(length)]) for r in runs if str(length) in r["read"][task])
 
 
 def read_on(runs: Mapping[str, Run]) -> dict[str, Run]:

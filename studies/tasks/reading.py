@@ -44,6 +44,7 @@ __all__ = [
     "read",
     "score_of",
     "short",
+    "shown",
     "train_and_read",
 ]
 

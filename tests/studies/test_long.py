@@ -325,7 +325,7 @@ def test_wilson_is_the_textbook_interval():
 def test_babilong_asks_as_many_samples_as_agreed():
     protocol = study_babilong.Protocol()
     near = {K: 100, 4 * K: 100, 16 * K: 100, 64 * K: 100, 256 * K: 30, M: 30}
-    assert protocol.seeds == (0, 1, 2)
+    assert protocol.seeds == (10, 11, 12)
     assert protocol.plan("stories", "hope") == {("babilong", "qa1"): near}
     assert protocol.plan("far", "hope") == {("babilong", "qa1"): {**near, 10 * M: 20}}
     assert protocol.plan("far", "deltanet") == protocol.plan("far", "hope")
@@ -371,3 +371,27 @@ def test_the_loss_of_a_context_is_that_of_its_second_half():
     )
     assert found["16"] == pytest.approx(sum(range(9, 17)) / 80, rel=1e-5)
     assert found["64"] == pytest.approx(sum(range(33, 65)) / 320, rel=1e-5)
+
+
+def test_babilongs_findings_speak_of_every_model():
+    def run(arm, seed, scores, gave_up=False):
+        read = {str(n): {"scores": [1.0] * right + [0.0] * (20 - right)} for n, right in scores}
+        return {
+            "task": "stories",
+            "arm": arm,
+            "seed": seed,
+            "read": {"qa1": read},
+            "gave up": {"qa1": gave_up},
+        }
+
+    made = [run("hope", s, [(K, 20), (M, 20 - s), *([(10 * M, 19)] * (s == 0))]) for s in range(3)]
+    made += [run("deltanet", s, [(K, 12), (4 * K, 5)], gave_up=s < 2) for s in range(3)]
+    runs = {f"run/stories/{one['arm']}/{one['seed']}": one for one in made}
+    lengths = [K, 4 * K, M, 10 * M]
+    hope, rival = study_babilong.findings(study_babilong.study(), runs, lengths)
+    assert hope.startswith("Hope: qa1 100% at 1K, 95.0 ± 12.4% at 1M, 95 (76-99)% at 10M")
+    assert "1 of 3 models, 20 samples each" in hope and "reached on these samples" in hope
+    assert rival.endswith("2 of 3 models read no further, at most 30% being right.")
+    for one in made[:3]:
+        one["read"]["qa1"] = {n: {"scores": [0.0, 1.0]} for n in one["read"]["qa1"]}
+    assert "is missed" in study_babilong.findings(study_babilong.study(), runs, lengths)[0]
