@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from nestling.continuum.fast import Owned, Part, weight_of
-from nestling.continuum.layers import Chain, Parallel
+from nestling.continuum.layers import Block, Chain, Parallel
 from nestling.levels import Level
 
 REST = Level(name="rest", chunk=1)
@@ -33,13 +33,13 @@ class Slot(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def own_slots(model: nn.Module) -> tuple[Slot, ...]:
+def own_slots(model: nn.Module, first: int = 0) -> tuple[Slot, ...]:
     """The slots of our own continuum memories, where each MLP is a level.
 
     For models with `Chain` (Eq. 70) or `Parallel` (Eq. 74) channels: level l owns every matrix of
-    the l-th MLP of every block.
+    the l-th MLP of every block, from the block number `first` on.
     """
-    slots = _own(model)
+    slots = _own(model, first)
     if not slots:
         raise ValueError(
             f"model: {type(model).__name__} has no continuum memory of its own (channel='cms');"
@@ -48,10 +48,11 @@ def own_slots(model: nn.Module) -> tuple[Slot, ...]:
     return slots
 
 
-def _own(model: nn.Module) -> tuple[Slot, ...]:
-    slots = []
+def _own(model: nn.Module, first: int = 0) -> tuple[Slot, ...]:
+    slots, blocks = [], 0
     for path, module in model.named_modules():
-        if isinstance(module, Chain | Parallel):
+        blocks += isinstance(module, Block)
+        if isinstance(module, Chain | Parallel) and (blocks > first or not first):
             for level, mlp in enumerate(module.mlps):
                 for name, parameter in mlp.named_parameters():
                     if parameter.dim() == 2:

@@ -243,7 +243,7 @@ class Segment:
         """`sum_n delta_n x_n^T` of each sequence: [B, Do, Di]."""
         if own.key not in self._formed:
             x, surprise = self._part(own)
-            self._formed[own.key] = (surprise.mT @ x).to(dtype)
+            self._formed[own.key] = torch.bmm(surprise.mT, x).to(dtype)
         return self._formed[own.key]
 
     def compact(self, own: Owned, dtype: torch.dtype, readers: int) -> Tensor | Factors:
@@ -377,20 +377,24 @@ def release(
     in_place: nobody else holds the level's differences, so they may be overwritten.
     natural: what turns each part's gradient into a natural step, [Di, Di].
     """
-    level, some = wiring.levels[number], state.seen > 0
-    if not bool(some.any()):
+    level, counts = wiring.levels[number], state.seen.tolist()  # (one look at the device)
+    if not any(counts):
         return state, None
+    some, everyone = state.seen > 0, all(counts)
     if natural is not None:
         both = zip(wiring.parts[number], state.sums, strict=True)
         state = state._replace(
             sums=tuple(differences.turn(total, natural(own)) for own, total in both)
         )
-    factor = _factor(state.seen, wiring.mean)
+    factor = _factor(state.seen, wiring.mean, counts)
     if wiring.plain[number] and level.rank is not None:
         moved = _ranked(state, level, level.rank, rate, factor, measure)
     elif wiring.plain[number]:
+        strength: float | None = None
+        if isinstance(rate, float) and isinstance(factor, float) and everyone:
+            strength = None if torch.is_grad_enabled() else -rate * factor
         places = range(len(state.fast))
-        moved = [_plain(state, level, n, rate, factor, measure, in_place) for n in places]
+        moved = [_plain(state, level, n, rate, factor, strength, measure, in_place) for n in places]
     else:
         owned = enumerate(wiring.parts[number])
         moved = [_by_rule(state, level, n, weight(own), rate, factor, measure) for n, own in owned]
@@ -436,16 +440,18 @@ def _plain(
     place: int,
     rate: Rate,
     factor: Rate,
+    strength: float | None,
     measure: bool,
     in_place: bool,
 ) -> _Moved:
-    """One part's step by gradient descent, on a full difference."""
-    old, some, total = state.fast[place], state.seen > 0, differences.handy(state.sums[place])
+    """One part's step by gradient descent, on a full difference.
+
+    strength: what the summed gradient is multiplied by, where that is one number for all sequences
+        and nobody will differentiate it.
+    """
+    old, total = state.fast[place], differences.handy(state.sums[place])
     squares = _squares(state, level, place, total, rate, factor) if measure else _NONE
-    numbers = isinstance(rate, float) and isinstance(factor, float) and bool(some.all())
-    numbers = numbers and not torch.is_grad_enabled()
-    if numbers and total is not None and not isinstance(old, Factors):
-        strength = float(-rate * factor)
+    if strength is not None and total is not None and not isinstance(old, Factors):
         after: Fast = differences.step(old, total, strength, level.retain, in_place=in_place)
     else:
         after, _ = _shape(_descend(old, total, rate, factor, _retain(state, level)), None)
@@ -664,13 +670,16 @@ def _move(
     return fast._replace(fast=tuple(kept)), slow._replace(fast=tuple(given), lost=lost)
 
 
-def _factor(seen: Tensor, mean: bool) -> Rate:
-    """The factor from the chunk's sum to what the rule sees: a number, or [B, 1, 1]."""
+def _factor(seen: Tensor, mean: bool, counts: Sequence[float] | None = None) -> Rate:
+    """The factor from the chunk's sum to what the rule sees: a number, or [B, 1, 1].
+
+    counts: `seen` as numbers, where they are at hand.
+    """
     if not mean:
         return 1.0
-    first = float(seen[0])
-    if seen.shape[0] == 1 or bool((seen == first).all()):
-        return 1.0 / max(first, 1.0)
+    counts = seen.tolist() if counts is None else counts
+    if len(set(counts)) == 1:
+        return 1.0 / max(counts[0], 1.0)
     return (1.0 / seen.clamp(min=1)).view(-1, 1, 1)
 
 
@@ -883,9 +892,13 @@ def pair_up(
 ) -> list[tuple[Tensor, Tensor]]:
     """Every slot's inputs [B, n, Di] and surprises [B, n, Do], from its outputs' gradients."""
     found, slots = iter(grads), []
+
+    def like(d: Tensor, x: torch.Size) -> Tensor:
+        return d if d.shape[:-1] == x[:-1] else d.reshape(*x[:-1], -1)
+
     for records in reading.records:
         xs = [record.x if graph else record.x.detach() for record in records]
-        ds = [next(found).reshape(*record.x.shape[:2], -1) for record in records]
+        ds = [like(next(found), record.x.shape) for record in records]
         once = len(records) == 1  # more often when layers share a weight
         slots.append((xs[0], ds[0]) if once else (torch.cat(xs, 1), torch.cat(ds, 1)))
     return slots

@@ -84,7 +84,7 @@ def read(x: Tensor, fast: Tensor | Factors) -> Tensor:
     """`x Delta^T` sequence by sequence: [B, n, Di] -> [B, n, Do]."""
     if isinstance(fast, Factors):
         return (x @ fast.right.to(x.dtype)) @ fast.left.mT.to(x.dtype)
-    return x @ fast.mT.to(x.dtype)
+    return torch.bmm(x, fast.mT.to(x.dtype))
 
 
 def smaller(columns: int, outputs: int, inputs: int) -> bool:
@@ -231,13 +231,14 @@ class LiveSlot(NamedTuple):
     """A slot as it stands now: the stored weight, and the differences of its parts."""
 
     weight: Tensor  # as the model stores it
+    constant: Tensor  # the same without a gradient
     transposed: bool
     asks: bool  # its layer is a `LevelLinear`
     parts: list[tuple[Part, Tensor | Factors]]
 
     def base(self, *, constant: bool) -> Tensor:
         """The weight as [Do, Di]."""
-        weight = self.weight.detach() if constant else self.weight
+        weight = self.constant if constant else self.weight
         return weight.mT if self.transposed else weight
 
     def whole(self, *, constant: bool) -> Tensor:
@@ -259,7 +260,8 @@ class Place(NamedTuple):
         layer: Any = self.parent._modules[self.name] if self.name else self.parent
         weight = layer._parameters.get(self.leaf)
         weight = getattr(layer, self.leaf) if weight is None else weight
-        return LiveSlot(weight, self.transposed, isinstance(layer, LevelLinear), [])
+        asks = isinstance(layer, LevelLinear)
+        return LiveSlot(weight, weight.detach(), self.transposed, asks, [])
 
 
 def place_of(model: nn.Module, name: str) -> Place:
@@ -319,7 +321,7 @@ class Reading:
     ) -> Tensor:
         """The output of a slot's layer; `plain` is the model's own operation."""
         slot = self.slots[number]
-        rows = x.reshape(self.batch, -1, x.shape[-1])  # [B, n, Di]
+        rows = _three(x, self.batch)  # [B, n, Di]
         together = [(p, d) for p, d in slot.parts if isinstance(d, Tensor)]
         beside = [(p, d) for p, d in slot.parts if isinstance(d, Factors)]
         aside: list[tuple[Part, Tensor | Factors]] = [*beside]
@@ -375,13 +377,19 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _three(x: Tensor, batch: int) -> Tensor:
+    """[B, n, D], where more or fewer dimensions were given."""
+    alike = x.dim() == 3 and x.shape[0] == batch
+    return x if alike else x.reshape(batch, -1, x.shape[-1])
+
+
 def _linear(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The layer with one weight for all ([Do, Di]) or one per sequence ([B, Do, Di])."""
     if weight.dim() == 2:
         return functional.linear(x, weight, bias)
-    y = rows @ weight.mT
+    y = torch.bmm(rows, weight.mT)
     y = y if bias is None else y + bias
-    return y.reshape(*x.shape[:-1], weight.shape[-2])
+    return y if y.shape[:-1] == x.shape[:-1] else y.reshape(*x.shape[:-1], weight.shape[-2])
 
 
 def _spread(y: Tensor, part: Part, shape: torch.Size) -> Tensor:

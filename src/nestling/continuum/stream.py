@@ -111,6 +111,10 @@ class Outer:
     So one backward pass per segment gives both, and the gradients of all other parameters with
     them. The cache is a constant at the start of every segment (truncated backpropagation).
 
+    A model may read what lies below its learning levels once for many segments: then it says where
+    the graph of each segment begins (`edge`, a leaf that collects its gradient), and goes on below
+    by itself.
+
     The gradient by a level's log-rate is `sum_b <G_b, Delta_b>`: with past gradients as constants
     the level's difference is proportional to its rate.
     """
@@ -127,6 +131,7 @@ class Outer:
         self.slot_gradients: list[Tensor | None] = [None] * len(weights)  # [Do, Di]
         self.rate_gradients: list[Tensor | float] = [0.0] * len(engine.levels)
         self.loss: Tensor | float = 0.0  # summed over all targets
+        self.edge: Tensor | None = None  # where a segment's graph begins below its weights
 
     def same(self, targets: Tensor, tokens: Tensor, wanted: Tensor) -> bool:
         """Whether the outer loss of a segment is the loss its levels learn from."""
@@ -138,15 +143,24 @@ class Outer:
         """Add the gradients of all parameters but the slots; every slot's inputs and surprises."""
         outputs = self.engine.outputs(reading)
         self.loss = self.loss + loss.detach()
+        edge = [] if self.edge is None else [self.edge]
         with _exact(loss):
-            grads = torch.autograd.grad(loss, [*outputs, *self.parameters], allow_unused=True)
-        for place, grad in enumerate(grads[len(outputs) :]):
-            self.gradients[place] = _added(self.gradients[place], grad)
+            wanted = [*edge, *outputs, *self.parameters]
+            grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        for leaf, grad in zip(edge, grads, strict=False):
+            leaf.grad = _added(leaf.grad, grad)
+        grads = grads[len(edge) :]
+        self.add(grads[len(outputs) :])
         surprises = [
             torch.zeros_like(y) if grad is None else grad
             for y, grad in zip(outputs, grads, strict=False)
         ]
         return pair_up(reading, surprises, graph=False)
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients of all parameters but the slots; None is zero."""
+        for place, grad in enumerate(gradients):
+            self.gradients[place] = _added(self.gradients[place], grad)
 
     def credit(self, segment: Segment, levels: tuple[LevelState, ...], needed: set[int]) -> None:
         """Add the gradients of the slots and of the levels' rates.

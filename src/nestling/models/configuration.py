@@ -57,6 +57,9 @@ class NestlingConfig(PreTrainedConfig):
         weights: in `train()` mode no level learns, in `eval()` mode they do), "first_order" (by the
         gradient at the adapted weights), "second_order" (by the true gradient, through every
         update) or "frozen" (not at all).
+    learning_layers: the levels of so many last layers learn, those below stand still; None: of
+        all layers. What lies below is read once for a whole text, so one last layer that learns
+        makes a training step hardly dearer, at any chunk (`docs/cms.md`).
     learn_rates: the rates are trained too, from the given ones on.
     natural: the levels take natural steps, `G A^-1` with A the second moment of each matrix's
         inputs (`nestling.continuum.natural`); the model keeps A as buffers and learns it in
@@ -87,6 +90,7 @@ class NestlingConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     levels: list[dict] | None = None
     learning: str = "first_order"
+    learning_layers: int | None = None
     learn_rates: bool = False
     natural: bool = False
     truncate: bool = True
@@ -171,6 +175,8 @@ class NestlingConfig(PreTrainedConfig):
 
     def _check_learning(self) -> None:
         one_of("learning", self.learning, sorted(LEARNING))
+        if self.learning_layers is not None:
+            _at_least_one("learning_layers", self.learning_layers)
         if self.transfer is not None:
             one_of("transfer", self.transfer, sorted(TRANSFERS))
         levels = self.memory_levels
@@ -181,10 +187,16 @@ class NestlingConfig(PreTrainedConfig):
                     " give levels=[{'name': ..., 'chunk': ..., 'rate': 0.1}, ...]"
                 )
             return
-        if "cms" not in (self._of_layer("channel", n) for n in range(self.num_hidden_layers)):
+        channels = [self._of_layer("channel", n) for n in range(self.num_hidden_layers)]
+        if "cms" not in channels:
             raise ValueError(
                 f"levels learn in the channel 'cms' (a continuum memory); channel is"
                 f" {self.channel!r}, so no level can have a rate"
+            )
+        if "cms" not in channels[self.first_learning :]:
+            raise ValueError(
+                f"learning_layers={self.learning_layers}: none of these last layers has the"
+                f" channel 'cms', whose levels learn; channel is {self.channel!r}"
             )
         for name in ("learn_rates", "natural"):
             if getattr(self, name) and not self.learns_in_training:
@@ -197,6 +209,13 @@ class NestlingConfig(PreTrainedConfig):
                 "transfer='second_order' needs learning='second_order'; got"
                 f" learning={self.learning!r}"
             )
+
+    @property
+    def first_learning(self) -> int:
+        """The first layer whose levels learn; more layers than there are is all of them."""
+        if self.learning_layers is None:
+            return 0
+        return max(0, self.num_hidden_layers - self.learning_layers)
 
     @property
     def learns(self) -> bool:

@@ -219,6 +219,32 @@ class NestlingModel(NestlingPreTrainedModel):
             gather.append(x)
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
 
+    def below(
+        self, ids: Tensor, states: Sequence[BlockState] | None, first: int
+    ) -> tuple[Tensor, tuple[BlockState, ...]]:
+        """Read tokens [B, T] up to the channel of layer `first`: [B, T, D], and the states.
+
+        The state of that layer is its mixer's alone. `above` reads on from there.
+        """
+        x, after = self.embed_tokens(ids), []
+        for number, layer in enumerate(self.layers[:first]):
+            x, state = layer.forward(x, None if states is None else states[number])
+            after.append(state)
+        x, mixer = self.layers[first].mix(x, None if states is None else states[first].mixer)
+        return x, (*after, BlockState(mixer, None))
+
+    def above(
+        self, x: Tensor, states: Sequence[BlockState] | None, first: int
+    ) -> tuple[Tensor, tuple[BlockState, ...]]:
+        """The rest of the model after `below`: [B, T, D], and the states from layer `first` on."""
+        before = None if states is None else states[first].channel
+        x, channel = self.layers[first].channel(x, before)
+        after = [BlockState(None, channel)]
+        for number, layer in enumerate(self.layers[first + 1 :], first + 1):
+            x, state = layer.forward(x, None if states is None else states[number])
+            after.append(state)
+        return self.norm(x), tuple(after)
+
     def init_states(self, batch_size: int) -> tuple[Any, ...]:
         """The memory state of every layer before the first token."""
         return tuple(layer.init(batch_size) for layer in self.layers)
