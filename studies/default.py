@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from nestling.models import NestlingConfig, presets
+from nestling.models import NestlingConfig, NestlingForCausalLM, presets
 from studies.harness.models import LSTM, Arm
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "FREE",
     "FROZEN",
     "LEVELS",
-    "TRAINED",
+    "PLAIN",
+    "RIVAL",
     "Model",
     "build",
     "configuration",
     "deviations",
+    "switched",
 ]
 
 FREE = frozenset(
@@ -146,59 +149,60 @@ def _by_rate(levels: list[Any]) -> list[Any]:
 
 
 FROZEN = Model(
-    title="Hope, levels frozen", model="hope", fields={"levels": _levels("hope", _frozen)}
+    title="Hope, trained plain, levels frozen",
+    model="hope",
+    fields={"levels": _levels("hope", _frozen)},
 )
-"""The default Hope asked without learning; trained, it is the same model."""
+"""The default Hope without learning, in training and in reading."""
+PLAIN = Model(title="Hope, trained plain", model="hope", fields={"learning": "plain"})
+"""The default Hope whose levels learn while it reads, and stood still in training."""
 ABLATIONS["levels_frozen"] = FROZEN
-_TRAINED = {"learning": "first_order"}
-_QUICKLY = {
-    **_TRAINED,
-    "levels": _levels("hope", lambda levels: [{**level, "rate": 4.0} for level in levels]),
+ABLATIONS["levels_plain"] = PLAIN
+
+
+def _alone(name: str) -> list[Any]:
+    """One level for all: as fast as the default Hope's fastest; what it holds fades slowly."""
+    fastest = presets.CONTINUUM["levels"][0]
+    return [{"name": name, "chunk": fastest["chunk"], "rate": fastest["rate"], "retain": 0.98}]
+
+
+RIVAL: dict[str, Any] = {
+    "channel": "cms",
+    "topology": "parallel",
+    "activation": "swiglu",
+    "levels": _alone("mlp"),
+    "learning": presets.CONTINUUM["learning"],
+    "learning_layers": presets.CONTINUUM["learning_layers"],
 }
-TRAINED = Model(title="Hope, trained with learning levels", model="hope", fields=_TRAINED)
-"""The default Hope, its levels learning from the first training step on."""
+"""What makes a rival's gated MLP one level, which learns where Hope's levels do."""
 LEVELS: dict[str, Model] = {
-    "plain": ARMS["hope"],
-    "hope": Model(
-        title="Hope, trained with learning levels, equal compute", model="hope", fields=_TRAINED
-    ),
-    "hope_bytes": TRAINED,
-    "hope_quickly": Model(
-        title="Hope, trained with levels that learn at rate 4, equal compute",
-        model="hope",
-        fields=_QUICKLY,
-    ),
-    "one": Model(
-        title="the same, one level",
-        model="hope",
-        fields={**_TRAINED, "levels": _levels("hope", lambda levels: levels[:1])},
-    ),
+    "plain": PLAIN,
+    "hope": Model(title="Hope, equal compute", model="hope"),
+    "hope_bytes": ARMS["hope"],
+    "one": Model(title="the same, one level", model="hope", fields={"levels": _alone("mlp")}),
     "by_rate": Model(
         title="the same, levels differ in rate only",
         model="hope",
-        fields={**_TRAINED, "levels": _levels("hope", _by_rate)},
+        fields={"levels": _levels("hope", _by_rate)},
     ),
-    "attention_plain": ARMS["hope_attention"],
-    "attention": Model(
-        title="Hope-Attention, trained with learning levels",
+    "every": Model(
+        title="the same, the levels of all layers learn",
+        model="hope",
+        fields={"learning_layers": None},
+    ),
+    "attention_plain": Model(
+        title="Hope-Attention, trained plain",
         model="hope_attention",
-        fields=_TRAINED,
+        fields={"learning": "plain"},
     ),
+    "attention": Model(title="Hope-Attention, equal compute", model="hope_attention"),
     "gated_delta": ARMS["gated_delta"],
     "gated_delta_bytes": Model(
-        title="gated DeltaNet, trained with a learning MLP",
-        model="gated_delta",
-        fields={
-            **_TRAINED,
-            "channel": "cms",
-            "topology": "parallel",
-            "activation": "swiglu",
-            "levels": [{**_levels("hope", lambda levels: levels[:1])[0], "name": "mlp"}],
-        },
+        title="gated DeltaNet, trained with a learning MLP", model="gated_delta", fields=RIVAL
     ),
     "transformer": ARMS["transformer"],
 }
-"""Models of the studies of levels: the default ones, and Hopes that learn in training too."""
+"""Models of the studies of levels: the default Hope, trained so or plain, and rivals."""
 
 
 def configuration(model: Model, size: presets.Size, **fields: Any) -> NestlingConfig:
@@ -213,6 +217,31 @@ def build(model: Model, size: presets.Size, **fields: Any) -> nn.Module:
     if model.model == "lstm":
         return LSTM(size.vocabulary, size.layers, size.parameters)
     return Arm(configuration(model, size, **fields))
+
+
+def switched(model: Any, factor: float, *, every: bool = False) -> Any:
+    """The same weights; levels learn while they read, at `factor` times their rates; 0: frozen.
+
+    The MLP of a model without levels is one level (`RIVAL`). every: the levels of all layers learn,
+    not those of the last ones alone.
+    """
+    config, weights = model.config.to_dict(), dict(model.state_dict())
+    if config["channel"] == "swiglu":
+        config |= RIVAL
+        weights = {n.replace("channel.mlp.", "channel.mlps.0."): w for n, w in weights.items()}
+        for layer in range(model.config.num_hidden_layers):
+            weights[f"model.layers.{layer}.channel.weight"] = torch.ones(1)
+    levels = [{**level, "rate": factor * level.get("rate", 0.0)} for level in config["levels"]]
+    config["levels"] = levels if factor else [_still(level) for level in levels]
+    layers = None if every else config["learning_layers"]
+    config |= {"learning": "plain", "learning_layers": layers}
+    twin = NestlingForCausalLM(type(model.config)(**config))
+    twin.load_state_dict(weights)
+    return twin.eval()
+
+
+def _still(level: dict[str, Any]) -> dict[str, Any]:
+    return {name: level[name] for name in ("name", "chunk")}
 
 
 def deviations(config: NestlingConfig) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from nestling.models import MemoryCache
 from nestling.models.cache import Learned
 from nestling.report import Line, lines
-from studies import levels
-from studies.harness.models import parameters, switched
+from studies import default, levels
+from studies.harness.models import parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Cell, Context, Job, Study, by_protocol, cells
@@ -143,7 +143,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
         trained_as, job.seed, protocol.rate, context._replace(models=folder), protocol.training
     )
     if job.arm == "plain":
-        model = switched(model, 0.0)
+        model = default.switched(model, 0.0)
     given = texts(context, protocol)
     knows = answers(model, given.first, given, protocol)
     other = answers(model, given.instead, given, protocol)

@@ -30,7 +30,6 @@ __all__ = [
     "seal",
     "sealed",
     "state_size",
-    "switched",
     "weighted",
 ]
 
@@ -104,24 +103,6 @@ def state_size(model: Any) -> int:
             if not {"start", "position"} & set(name.split(".")):
                 total += leaf.numel()
     return total
-
-
-def switched(model: Any, rate: float) -> Any:
-    """The same weights, trained plain, with levels that learn at a rate while they read; 0: frozen.
-
-    The MLPs of a model without levels are one level, as fast as the default Hope's fastest.
-    """
-    config, weights = model.config.to_dict(), dict(model.state_dict())
-    if config["channel"] == "swiglu":
-        config |= {"channel": "cms", "topology": "parallel", "activation": "swiglu"}
-        config["levels"] = [{"name": "mlp", "chunk": presets.CONTINUUM["levels"][0]["chunk"]}]
-        weights = {n.replace("channel.mlp.", "channel.mlps.0."): w for n, w in weights.items()}
-        for layer in range(model.config.num_hidden_layers):
-            weights[f"model.layers.{layer}.channel.weight"] = torch.ones(1)
-    config["levels"] = [{**level, "rate": rate} for level in config["levels"]]
-    twin = NestlingForCausalLM(type(model.config)(**{**config, "learning": "plain"}))
-    twin.load_state_dict(weights)
-    return twin.eval()
 
 
 def weighted(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from nestling.files import write_atomic
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report import Line, lines
 from studies import default
-from studies.harness.models import keep_model, kept_facts, kept_model, parameters, switched
+from studies.harness.models import keep_model, kept_facts, kept_model, parameters
 from studies.harness.page import Page, Section, table
 from studies.harness.store import Run
 from studies.harness.study import Context, Job, Study, cells
@@ -109,8 +109,8 @@ def read(
 
 
 def bare(model: default.Model, size: presets.Size) -> Any:
-    """The untrained Hugging Face model of an arm."""
-    return NestlingForCausalLM(default.configuration(model, size))
+    """The untrained Hugging Face model of an arm; in training on answers levels stand still."""
+    return NestlingForCausalLM(default.configuration(model, size, learning="plain"))
 
 
 def train_and_read(
@@ -143,7 +143,7 @@ def train_and_read(
         keep.unlink(missing_ok=True)
         keep_model(model, folder, facts)
     if model.learns and not model.config.learns_in_training:  # it was trained on answers only
-        model = switched(model, 0.0)
+        model = default.switched(model, 0.0)
     record = read(
         model.eval(),
         plan,

@@ -21,7 +21,6 @@ from studies import (
     queue,
     recall,
 )
-from studies.harness.models import switched
 
 NEW = {
     "lm": (default.ARMS, lm.SIZES["3M"]),
@@ -65,20 +64,23 @@ def test_every_study_of_the_queue_is_compared():
 def test_the_studies_of_levels_have_the_default_hope_and_forms_of_it():
     size = levels.SIZE
     made = {name: default.configuration(arm, size) for name, arm in levels.ARMS.items()}
-    assert default.deviations(made["plain"]) == {}
-    assert default.deviations(made["hope"]) == {"learning": "first_order"}
+    for name in ("hope", "hope_bytes", "hope_few"):
+        assert default.deviations(made[name]) == {}
+    assert default.deviations(made["plain"]) == {"learning": "plain"}
+    assert default.deviations(made["every"]) == {"learning_layers": None}
     trained = {name for name, config in made.items() if config.learns_in_training}
     assert trained == {
-        "hope", "hope_bytes", "hope_few", "hope_quickly", "one", "by_rate", "attention",
+        "hope", "hope_bytes", "hope_few", "one", "by_rate", "every", "attention",
         "gated_delta_bytes",
     }  # fmt: skip
-    for name in ("one", "by_rate", "hope_quickly"):
-        assert set(default.deviations(made[name])) == {"learning", "levels"}
+    for name in ("one", "by_rate"):
+        assert set(default.deviations(made[name])) == {"levels"}
     three = made["hope"].memory_levels
-    quickly = made["hope_quickly"].memory_levels
-    assert [(level.chunk, level.rate) for level in quickly] == [(lv.chunk, 4.0) for lv in three]
     assert len(three) >= 3
-    assert len(made["one"].memory_levels) == 1
+    alone, rival = made["one"].memory_levels, made["gated_delta_bytes"].memory_levels
+    assert len(alone) == len(rival) == 1
+    assert alone == rival
+    assert made["gated_delta_bytes"].first_learning == made["hope"].first_learning == 1
     by_rate = made["by_rate"].memory_levels
     assert {level.chunk for level in by_rate} == {three[0].chunk}
     for slow, its in zip(three, by_rate, strict=True):  # as much per token
@@ -91,12 +93,14 @@ def test_arms_of_levels_take_equal_compute_and_over_few_books_equal_data():
     protocol = levels.Protocol()
     spent = {n: protocol.steps_of(n, trial=False) * c for n, c in protocol.costs.items()}
     assert set(default.LEVELS) == {
-        *protocol.costs, *levels.FROM_LM, "gated_delta_bytes",
+        *protocol.costs, *levels.FROM_LM, "gated_delta_bytes", "attention_plain",
     }  # fmt: skip
     assert protocol.steps_of("gated_delta_bytes", trial=False) == protocol.steps(
         levels.SIZE, trial=False
     )
     assert max(spent.values()) < 1.01 * min(spent.values())
+    large = protocol.large_steps("hope") * protocol.large_cost
+    assert large == pytest.approx(protocol.large_steps("plain"), rel=0.01)
     few = {protocol.steps_of(name, trial=False) for name in levels.ARMS if name.endswith("_few")}
     assert len(few) == 1
 
@@ -108,9 +112,20 @@ def test_switched_models_have_the_same_weights_and_other_rates(arm):
     size = replace(levels.SIZE, width=16, layers=1, heads=2, parameters=20_000)
     model = default.build(default.ARMS[arm], size).model.eval()
     ids = torch.randint(0, size.vocabulary, (1, 600))
-    still, learning = (switched(model, rate)(ids).logits for rate in (0.0, 1.0))
+    still, learning = (default.switched(model, rate)(ids).logits for rate in (0.0, 1.0))
     torch.testing.assert_close(still, model(ids, learn=False).logits)
-    torch.testing.assert_close(learning[:, :256], still[:, :256])
-    assert not torch.allclose(learning[:, 256:], still[:, 256:])
+    first = presets.CONTINUUM["levels"][0]["chunk"]
+    torch.testing.assert_close(learning[:, :first], still[:, :first])
+    assert not torch.allclose(learning[:, first:], still[:, first:])
     if arm == "hope":
         torch.testing.assert_close(learning, model(ids).logits)
+
+
+def test_switched_models_may_learn_in_all_layers():
+    size = replace(levels.SIZE, width=16, layers=2, heads=2, parameters=20_000)
+    model = default.build(default.PLAIN, size).model
+    assert default.switched(model, 0.5).config.first_learning == 1
+    every = default.switched(model, 0.5, every=True).config
+    assert (every.first_learning, every.learning) == (0, "plain")
+    rates = [level["rate"] for level in presets.CONTINUUM["levels"]]
+    assert [level.rate for level in every.memory_levels] == [rate / 2 for rate in rates]

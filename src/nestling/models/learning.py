@@ -461,7 +461,8 @@ class _Below:
     def backward(self) -> None:
         """Let the gradients of all segments go on below, to every parameter there."""
         for x, gradient in self._found():
-            found = torch.autograd.grad(x, self.outer.parameters, gradient, allow_unused=True)
+            with torch.autocast(x.device.type, enabled=False):  # as precise as the forward pass
+                found = torch.autograd.grad(x, self.outer.parameters, gradient, allow_unused=True)
             self.outer.add(found)
         self.outer.edge = None
 

@@ -40,15 +40,16 @@ CONTINUUM: dict[str, Any] = {
     "topology": "parallel",
     "activation": "swiglu",
     "levels": [
-        {"name": "fast", "chunk": 256, "rate": 1.0},
-        {"name": "middle", "chunk": 512, "rate": 1.0},
-        {"name": "slow", "chunk": 1024, "rate": 1.0},
+        {"name": "fast", "chunk": 128, "rate": 2.0, "retain": 0.96},
+        {"name": "middle", "chunk": 256, "rate": 2.0},
+        {"name": "slow", "chunk": 512, "rate": 2.0},
     ],
-    "learning": "plain",
+    "learning": "first_order",
+    "learning_layers": 1,
 }
 """The continuum memory of `hope` and `hope_attention`: gated levels side by side (Eq. 74).
 
-They are trained as ordinary weights and learn while the model reads.
+Those of the last layer learn while the model reads, from the first training step on.
 """
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -149,7 +150,8 @@ def configure(size: Size, model: str = "hope", **fields: Any) -> NestlingConfig:
         **fields,
     }
     if "cms" not in given["channel"] and "levels" not in fields:  # there are no levels to learn
-        given = {name: v for name, v in given.items() if name not in ("levels", "learning")}
+        ours = ("levels", "learning", "learning_layers")
+        given = {name: v for name, v in given.items() if name not in ours}
     used = {given["mixer"]} if isinstance(given["mixer"], str) else set(given["mixer"])
     for name in fields.get("mixer_options") or {}:
         if name in MIXERS and name not in used:

@@ -290,6 +290,9 @@ class Schedule:
 
 # Recipes by name: `nestling train NAME key=value...`
 
+PLAIN = {"learning": "plain"}
+"""Levels that learn when the model is trained, not in training: compiled, or in many processes."""
+
 
 def tiny() -> Recipe:
     """A Hope of 1M parameters on the built-in chronicles: minutes on a laptop."""
@@ -297,8 +300,13 @@ def tiny() -> Recipe:
 
 
 def stream() -> Recipe:
-    """Like tiny, but rows read whole documents and carry their memory from window to window."""
-    return Recipe(data=Data(order="sequential", length=128), run=Run(rows=16))
+    """Like tiny, but rows read whole documents and carry their memory from window to window.
+
+    Levels learn when the model is trained, not in training: so it runs in many processes, too.
+    """
+    return Recipe(
+        model=Model(fields=dict(PLAIN)), data=Data(order="sequential", length=128), run=Run(rows=16)
+    )
 
 
 def small() -> Recipe:
@@ -312,16 +320,13 @@ def small() -> Recipe:
 
 
 def hope() -> Recipe:
-    """A Hope of 1M parameters whose levels learn in training too (Eq. 71, 73)."""
-    fields = {"learning": "first_order"}
-    return Recipe(
-        model=Model(fields=fields), data=Data(length=2048), run=Run(rows=2, eval_windows=8)
-    )
+    """A Hope of 1M parameters on long windows, in which all of its levels step."""
+    return Recipe(data=Data(length=2048), run=Run(rows=2, eval_windows=8))
 
 
 def hope_attention() -> Recipe:
     """Like hope, with window attention in place of steered memories."""
-    fields = {"learning": "first_order", "mixer_options": {"attention": {"window": 128}}}
+    fields = {"mixer_options": {"attention": {"window": 128}}}
     return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
 
 
@@ -337,7 +342,7 @@ def hope_1b3() -> Recipe:
 
 def _paper(preset: str, steps: int, lr: float) -> Recipe:
     return Recipe(
-        model=Model(preset=preset),
+        model=Model(preset=preset, fields=dict(PLAIN)),
         data=Data(
             train=("hf:HuggingFaceFW/fineweb-edu",),
             tokenizer="bpe:32000",
