@@ -15,7 +15,8 @@ MLP, forms its gradient and updates. Arms are interleaved, keep freed memory
 (`nestling.machine.keep_memory`) and are charged the CPU time they used on one thread, which a busy
 machine disturbs less than the clock on the wall; --wall takes that clock, with --threads.
 
---inside: gated levels side by side (chunk, 4 and 16 x), 4 rows of 1,024 bytes. A training step with
+--inside: gated levels side by side (chunk, 2 and 4 x), those of the last layer learning (--layers),
+4 rows of 1,024 bytes. A training step with
 first-order learning levels against the plain step of the same model, and reading with learning
 against a plain pass; beside them the same segments without learning, which is what cutting the text
 into segments costs by itself.
@@ -176,15 +177,15 @@ def inside_arms(model, ids: torch.Tensor, chunk: int) -> dict[str, Callable[[], 
     }
 
 
-def inside_model(chunk: int) -> NestlingForCausalLM:
+def inside_model(chunk: int, layers: int | None) -> NestlingForCausalLM:
     torch.manual_seed(0)
-    levels = [{"name": f"level{n}", "chunk": chunk * 4**n, "rate": 0.2} for n in range(3)]
-    return NestlingForCausalLM(presets.tiny(levels=levels, learning="first_order"))
+    levels = [{"name": f"level{n}", "chunk": chunk * 2**n, "rate": 0.2} for n in range(3)]
+    return NestlingForCausalLM(presets.tiny(levels=levels, learning_layers=layers))
 
 
 def check_inside(ids: torch.Tensor) -> None:
     """Check what is measured: with one segment the gradients are those of plain training."""
-    model = inside_model(2 * ids.shape[1]).train()
+    model = inside_model(2 * ids.shape[1], None).train()
     found = []
     for learn in (False, True):
         model.zero_grad()
@@ -194,12 +195,12 @@ def check_inside(ids: torch.Tensor) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
-def inside(chunks: list[int], tokens: int, repeats: int) -> None:
+def inside(chunks: list[int], tokens: int, repeats: int, layers: int | None) -> None:
     """Levels that learn inside the model."""
     ids = torch.randint(0, 256, (4, tokens))
     check_inside(ids[:, :64])
     for chunk in chunks:
-        model = inside_model(chunk)
+        model = inside_model(chunk, layers)
         seconds = cpu_seconds(inside_arms(model, ids, chunk), repeats)
         print(f"chunk {chunk}: seconds: " + ", ".join(f"{n} {s:.2f}" for n, s in seconds.items()))
         for what, target in (("train", TRAIN_TARGET), ("read", READ_TARGET)):
@@ -235,13 +236,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--layers", type=int, default=1, help="last layers that learn; 0: all")
     parser.add_argument("--wall", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     keep_memory()
     torch.set_num_threads(args.threads)
     if args.inside:
-        inside(args.chunks, args.tokens, args.repeats)
+        inside(args.chunks, args.tokens, args.repeats, args.layers or None)
         return
     model = load(args.model)
     ids = torch.randint(10, model.config.vocab_size, (1, args.tokens + 1))

@@ -32,10 +32,10 @@ from studies.harness.verdict import interval, judged, paired, show
 from studies.tasks import text
 
 ARMS = {
-    "hope": "Hope, trained with learning levels",
+    "hope": "Hope",
     "one": "Hope, one level",
-    "switched": "Hope",
-    "plain": "Hope, levels frozen",
+    "switched": "Hope, trained plain",
+    "plain": "Hope, trained plain, levels frozen",
     "transformer": "Transformer++",
 }
 
@@ -161,7 +161,7 @@ def make(job: Job, context: Context, protocol: Protocol) -> Run:
 
 
 LIMITS = (
-    "Models of a million parameters, three English novels, texts of 8,192 bytes.",
+    "Models of 300,000 parameters, three English novels, texts of 8,192 bytes.",
     "Transformer++ reads all of A and B by full attention, beyond its trained length of 2,048.",
     "A level that is taken away also loses what it would have gone on with; lesions show what the"
     " rest relies on, not what each level holds alone.",

@@ -7,9 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from nestling import describe
 from nestling.continuum import Continuum, naive, own_slots
 from nestling.models import MemoryCache, NestlingConfig, NestlingForCausalLM, presets
 from nestling.models import learning as module
+from nestling.models.card import model_card
 from nestling.tree import tree_leaves
 from tests.models.test_learning import LEVELS, gradients, learner, leaves, tokens
 
@@ -206,3 +208,13 @@ def test_it_is_saved_and_may_be_changed(tmp_path):
     assert again.config.learning_layers == model.config.learning_layers == 1
     every = NestlingForCausalLM.from_pretrained(tmp_path, learning_layers=None)
     assert every.config.first_learning == 0
+
+
+def test_pages_say_where_levels_learn():
+    model = last_learns(dtype=torch.float32)
+    assert "fast, slow learn while a sequence is read in the layers from 2 on" in str(
+        describe(model)
+    )
+    assert "levels (learn while it reads, in the last layer)" in model_card(model.config)
+    two = model_card(last_learns(layers=2).config)
+    assert "levels (learn while it reads, in the last 2 layers)" in two

@@ -74,7 +74,9 @@ def _learning(model: nn.Module, names: list[str]) -> str:
         return "within a sequence it is frozen, its weights are listed where they step"
     still = [name for name in names if name not in learning]
     rest = f"; {', '.join(still)} frozen" if still else ""
-    return f"{', '.join(learning)} learn while a sequence is read{rest}"
+    first = getattr(config, "first_learning", 0)
+    where = f" in the layers from {first} on" if first else ""
+    return f"{', '.join(learning)} learn while a sequence is read{where}{rest}"
 
 
 MIXING = re.compile(r"Attention|Mixer|Mamba|SSM|Recurrent|RWKV|LSTM|GRU|RNN|DeltaNet|Retention")

@@ -92,4 +92,7 @@ def _levels(config: NestlingConfig) -> list[str]:
         rate = f", learning at rate {level.rate:g}" if level.active else ""
         said.append(f"{level.name} {pace}{rate}")
     how = "learn while it reads" if config.learns else "updated at their own pace in training"
+    if config.learns and config.first_learning:
+        last = config.num_hidden_layers - config.first_learning
+        how += ", in the last layer" if last == 1 else f", in the last {last} layers"
     return [f"- levels ({how}): {'; '.join(said)}"]
