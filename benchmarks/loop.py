@@ -26,7 +26,7 @@ from nestling.train.trainer import load_data, make_batches, make_model
 
 STEPS = 30  # the loop logs every 10; both arms count the better of the last two tens
 CHANGES = [
-    "model.mixer=transformer",
+    "model.name=transformer",
     "data.train=builtin:40",
     "data.valid=builtin:40-41",
     f"run.steps={STEPS}",

@@ -31,12 +31,19 @@ from nestling.shards import full, local
 from nestling.train.batches import Batch, Batches, Sequential, Shuffled
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
 from nestling.train.corpus import Corpus
-from nestling.train.distributed import World, whole
+from nestling.train.distributed import World, gathered
 from nestling.train.optimizers import build, by_level
 from nestling.train.packed import PackedCorpus, prepare
 from nestling.train.progress import Progress, preparing
-from nestling.train.recipe import Recipe
-from nestling.train.step import FreshRows, Gradients, gradients, level_norms, loss_sum, precision
+from nestling.train.recipe import RENAMED, Recipe
+from nestling.train.step import (
+    BackwardResult,
+    FreshRows,
+    gradients,
+    level_norms,
+    loss_sum,
+    precision,
+)
 from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
 from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
@@ -112,7 +119,7 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
 def _export(trainer: Trainer, folder: Path) -> None:
     tied = trainer.bare._tied_weights_keys if trainer.bare.config.tie_word_embeddings else {}
     weights = {k: v for k, v in trainer.bare.state_dict().items() if k not in tied}
-    weights = whole(weights)
+    weights = gathered(weights)
     if trainer.world.main:
         with _without_bars():
             trainer.bare.save_pretrained(folder, state_dict=weights)
@@ -232,8 +239,9 @@ def configuration(recipe: Recipe, **fields: Any) -> Any:
 
     model = recipe.model
     one_of("model.preset", model.preset, presets.SIZES)
+    one_of("model.name", model.name, presets.MODELS)
     size = presets.SIZES[model.preset]
-    usual = presets.configure(size, model.mixer).to_dict()
+    usual = presets.configure(size, model.name).to_dict()
     for name, value in model.fields.items():
         if name not in usual:
             near = difflib.get_close_matches(name, usual, n=1)
@@ -246,7 +254,7 @@ def configuration(recipe: Recipe, **fields: Any) -> Any:
         if isinstance(usual[name], (list, tuple)) and not isinstance(value, (list, tuple)):
             raise ValueError(f"model.fields: {name} must be a list; got {value!r}")
     try:
-        return presets.configure(size, model.mixer, **{**fields, **model.fields})
+        return presets.configure(size, model.name, **{**fields, **model.fields})
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"model.fields: {error}") from error
 
@@ -541,7 +549,7 @@ class Trainer:
         facts["lr"] = self.optimizer.param_groups[0]["lr"]
         self.progress.step(self.memory.step, found.tokens, facts)
 
-    def _take(self, found: Gradients) -> None:
+    def _take(self, found: BackwardResult) -> None:
         factor = self.recipe.schedule(self.memory.step)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
@@ -689,6 +697,10 @@ def _load_memory(found: Checkpoint) -> _Memory:
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
     """Refuse to continue a run of another model or other data; its length may change."""
     old, new = found.facts["recipe"], recipe.to_json()
+    for before, now in RENAMED.items():
+        part, _, name = before.partition(".")
+        if name in old[part]:
+            old[part].setdefault(now.partition(".")[2], old[part][name])
     for part, keys in (
         ("model", None),
         ("data", None),
