@@ -1,4 +1,4 @@
-"""Natural steps: learn a text where it costs least of what the model already says.
+"""Natural steps: learn a text with the least change to what the model says already.
 
 How much a small change `Delta` of a weight matrix moves a model's own predictions is, to second
 order, about `1/2 s tr(Delta A Delta^T)` nats per token: A is the second moment of the matrix's
