@@ -77,7 +77,7 @@ class AdaptiveMLP(Memory):
         if valid is not None:
             rate = rate * valid.unsqueeze(1)
         q, keep = self._unit(self.query, x), torch.ones_like(rate)
-        y, weight = scan(state.weight, k, v, rate, keep, q, rule="gd", check=False)
+        y, weight = scan(state.weight, k, v, rate, keep, q, erase=False, check=False)
         y = hold(self._close(y, x), self.weight)
         return y, AdaptiveState(advance(state.position, x, valid), weight)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from nestling.memories.core import (
 from nestling.norm import unit
 from nestling.scan import BACKENDS
 from nestling.scan.delta.api import scan_unchecked
-from nestling.scan.delta.step import Token, step, takes
+from nestling.scan.delta.step import TokenParts, takes, token_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,10 @@ class LinearConfig:
         self, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
-        rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
         if k.shape[-2] == 1 and self.backend == "auto" and takes(weight, k, v, rate):
             both = unit(torch.cat([k, q], -2))
-            token = Token(both, v, rate.unsqueeze(-1), retain.unsqueeze(-1))
-            return step(weight, token, rule, "after")
+            token = TokenParts(both, v, rate.unsqueeze(-1), retain.unsqueeze(-1))
+            return token_step(weight, token, self.erase, "after")
         return scan_unchecked(
             weight,
             unit(k),
@@ -84,7 +83,7 @@ class LinearConfig:
             rate,
             retain,
             unit(q),
-            rule=rule,
+            erase=self.erase,
             chunk=self.chunk,
             backend=self.backend,
         )
@@ -128,7 +127,7 @@ class LinearState(NamedTuple):
     weight: Tensor  # [B, H, d, d]
 
 
-class Gates(nn.Module):
+class TokenGates(nn.Module):
     """Rate and retention of each token and head, bounded; padding neither writes nor decays.
 
     Retention starts where half of a write survives 512 tokens or more, and rates at 0.5.
@@ -177,7 +176,7 @@ class MatrixMemory(Memory):
         self.config, self.width = config, config.width
         size = config.width // config.heads
         self.shell = make_shell(config, 3)
-        self.gates = Gates(config)
+        self.gates = TokenGates(config)
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
 
     def reset_parameters(self) -> None:

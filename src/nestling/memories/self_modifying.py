@@ -28,7 +28,7 @@ from nestling.memories.core import (
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
 from nestling.scan.self_modifying import SELF_BACKENDS, scan_self_modifying
-from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, with_initial
 from nestling.scan.self_modifying.segment import project, recall
 
 __all__ = [
@@ -351,7 +351,7 @@ class SelfModifying(Memory):
         """Ask the main memory as it stands about each token (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
         inputs = self._inputs(opened, None)
-        q = project(self.rule, whole(fold(state.start), inputs.initial), "q", inputs)
+        q = project(self.rule, with_initial(fold(state.start), inputs.initial), "q", inputs)
         y = recall(fold(state.weights), inputs.initial, q)
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
 

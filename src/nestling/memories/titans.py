@@ -258,8 +258,9 @@ class Titans(Memory):
         )
         y, end = scan_mlp(
             state, k, v, rate, retain, q,
-            objective=l2, rule="gd", read="before", chunk=self.config.chunk, clip=self.config.clip,
-            momentum=inputs.theta, recompute=self.config.recompute, check=False,
+            objective=l2, erase=False, read="before", chunk=self.config.chunk,
+            clip=self.config.clip, momentum=inputs.theta,
+            recompute=self.config.recompute, check=False,
         )  # fmt: skip
         if y is None:
             raise AssertionError("unreachable: queries were given")

@@ -5,7 +5,7 @@ Three folders, each with its derivation: `delta` (matrix memories), `deep` (two-
 """
 
 from nestling.scan.backends import any_order
-from nestling.scan.checks import MomentumState
+from nestling.scan.checks import MatrixAndVelocity
 from nestling.scan.deep import MLPState, mlp_naive, scan_mlp
 from nestling.scan.delta import BACKENDS, scan, scan_naive
 from nestling.scan.self_modifying import scan_self_modifying
@@ -13,7 +13,7 @@ from nestling.scan.self_modifying import scan_self_modifying
 __all__ = [
     "BACKENDS",
     "MLPState",
-    "MomentumState",
+    "MatrixAndVelocity",
     "any_order",
     "mlp_naive",
     "scan",

@@ -14,11 +14,10 @@ from torch import Tensor
 from nestling.checks import one_of
 from nestling.objectives import dot, l2
 
-Rule = Literal["dgd", "gd"]
 Read = Literal["after", "before"]
 
 
-class MomentumState(NamedTuple):
+class MatrixAndVelocity(NamedTuple):
     """A memory whose writes have momentum: the memory and its running write (deviation 18)."""
 
     weight: Tensor  # [..., Do, Di]
@@ -28,7 +27,7 @@ class MomentumState(NamedTuple):
 class Options(TypedDict):
     """The options every back end of the scan takes by name; `scan` explains them."""
 
-    rule: Rule
+    erase: bool
     read: Read
     chunk: int
     momentum: Tensor | None
@@ -42,6 +41,13 @@ def is_l2(objective: object) -> bool:
     if objective == dot:
         return False
     raise ValueError(f"objective must be nestling.objectives.l2 or dot; got {objective!r}")
+
+
+def check_form(erase: object, read: object) -> None:
+    """Whether writes erase, and when reads come."""
+    if not isinstance(erase, bool):
+        raise TypeError(f"erase must be True (the delta rule) or False; got {erase!r}")
+    one_of("read", read, ("after", "before"))
 
 
 def check_chunk(chunk: object) -> None:
@@ -76,14 +82,14 @@ def check_range(name: str, gate: Tensor, highest: float) -> None:
 
 
 def check_scan(
-    state: Tensor | MomentumState,
+    state: Tensor | MatrixAndVelocity,
     x: Tensor,
     u: Tensor,
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
     *,
-    rule: str,
+    erase: bool,
     read: str,
     chunk: int,
     momentum: Tensor | None,
@@ -95,15 +101,15 @@ def check_scan(
     `check=False` (and torch.compile) skips only the values of the gates: that is one pass over
     `[..., T]`, but a synchronisation on a GPU.
     """
-    one_of("rule", rule, ("dgd", "gd"))
-    one_of("read", read, ("after", "before"))
+    check_form(erase, read)
     check_chunk(chunk)
-    if (momentum is not None) != isinstance(state, MomentumState):
+    if (momentum is not None) != isinstance(state, MatrixAndVelocity):
         raise TypeError(
-            "state must be a MomentumState(weight, velocity) exactly when momentum is given; got"
-            f" {type(state).__name__} with momentum {'given' if momentum is not None else 'None'}"
+            "state must be a MatrixAndVelocity(weight, velocity) exactly when momentum is given;"
+            f" got {type(state).__name__} with momentum"
+            f" {'given' if momentum is not None else 'None'}"
         )
-    weight = state.weight if isinstance(state, MomentumState) else state
+    weight = state.weight if isinstance(state, MatrixAndVelocity) else state
     for name, value in (("state", weight), ("x", x)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
@@ -116,7 +122,7 @@ def check_scan(
     out, inner = weight.shape[-2], weight.shape[-1]
     check_tensor("x", x, (*lead, tokens, inner), "[..., T, Di]")
     check_tensor("state", weight, (*lead, out, inner), "[..., Do, Di]")
-    if isinstance(state, MomentumState):
+    if isinstance(state, MatrixAndVelocity):
         check_tensor("state.velocity", state.velocity, (*lead, out, inner), "[..., Do, Di]")
     check_tensor("u", u, (*lead, tokens, out), "[..., T, Do]")
     if queries is not None:
