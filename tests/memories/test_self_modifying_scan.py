@@ -9,9 +9,9 @@ from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.norm import unit
 from nestling.objectives import l2
 from nestling.scan.self_modifying import scan_self_modifying
+from nestling.scan.self_modifying.api import ALL as EVERYTHING
+from nestling.scan.self_modifying.api import STARTS, scan_operator
 from nestling.scan.self_modifying.naive import self_modifying_naive
-from nestling.scan.self_modifying.op import ALL as EVERYTHING
-from nestling.scan.self_modifying.op import STARTS, scan_operator
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
@@ -142,7 +142,7 @@ def test_static_projections_take_the_matrix_scan(name, adding, recompute, monkey
     def scan(rule, inputs, weights, start, position):
         return scan_self_modifying(rule, inputs, weights, start, position, recompute)
 
-    monkeypatch.setattr("nestling.scan.self_modifying.op.scan_operator", never)
+    monkeypatch.setattr("nestling.scan.self_modifying.api.scan_operator", never)
     for segment in (1, 100, 1 << 18):
         monkeypatch.setattr("nestling.scan.delta.kernel.SEGMENT", segment)
         for tokens, position in ((12, 0), (15, 0), (2, 1), (5, 3), (14, 6)):

@@ -16,9 +16,10 @@ from torch import Tensor
 from nestling.activations import Activation, silu
 from nestling.levels import boundaries
 from nestling.objectives import Objective, l2
-from nestling.scan.checks import MatrixAndVelocity, Read, is_l2
+from nestling.scan.checks import Read, is_l2
 from nestling.scan.deep.types import MLPOptions, MLPState, check_mlp, with_starts
 from nestling.scan.delta.naive import scan_naive
+from nestling.scan.delta.types import MatrixAndVelocity
 from nestling.scan.numerics import compute_dtype
 
 

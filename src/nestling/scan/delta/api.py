@@ -10,12 +10,13 @@ from torch import Tensor
 
 from nestling.checks import one_of
 from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
-from nestling.scan.checks import MatrixAndVelocity, Options, Read, check_scan
+from nestling.scan.checks import Read
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.fla import check_fla, refusal_fla, scan_fla
 from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.delta.naive import S, run_naive
 from nestling.scan.delta.step import TokenParts, takes, token_step
+from nestling.scan.delta.types import MatrixAndVelocity, Options, check_scan
 
 
 def _scan_triton(*args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | MatrixAndVelocity]:

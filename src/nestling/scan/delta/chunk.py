@@ -56,8 +56,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestling.scan.checks import MatrixAndVelocity, Options, Read
+from nestling.scan.checks import Read
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.types import MatrixAndVelocity, Options
 from nestling.scan.numerics import compute_dtype
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from nestling.scan.backends import INSTALLED, MISSING_FLA
-from nestling.scan.checks import Options, Read
+from nestling.scan.checks import Read
+from nestling.scan.delta.types import Options
 
 LEAST = 1e-6
 """Smallest retain that the logarithm is taken of."""

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from nestling.norm import EPS
-from nestling.scan.checks import MatrixAndVelocity, Options
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.types import MatrixAndVelocity, Options
 from nestling.scan.numerics import Workspace, compute_dtype, decay, unit_inverse
 from nestling.scan.opaque import differentiate_once, only_needed
 

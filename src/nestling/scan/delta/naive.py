@@ -10,7 +10,8 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import MatrixAndVelocity, Options, Read, check_scan
+from nestling.scan.checks import Read
+from nestling.scan.delta.types import MatrixAndVelocity, Options, check_scan
 from nestling.scan.numerics import compute_dtype
 
 S = TypeVar("S", Tensor, MatrixAndVelocity)

@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestling.scan.checks import Options
 from nestling.scan.delta.kernel import GIVEN
+from nestling.scan.delta.types import Options
 from nestling.scan.opaque import differentiate_once, only_needed
 from nestling.scan.tiles import (
     DTYPES,

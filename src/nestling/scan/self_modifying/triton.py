@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nestling.norm import EPS as SMALL
-from nestling.scan.self_modifying.op import scan_operator
+from nestling.scan.self_modifying.api import scan_operator
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights
 from nestling.scan.tiles import (
     DTYPES,
