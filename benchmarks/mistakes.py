@@ -103,12 +103,12 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--prompt": "\udcff",
     },
     "learn model --from text.txt --memory new": {
-        "--limit": "nan 0 -1 x",
+        "--drift": "nan 0 -1 x",
         "--forget": "nan 0 -1 x",
         "--tokens": "0 -1 x",
         "--save-every": "0 -1 x",
         "--passes": "0 -1 x",
-        "--levels": "0 -1 x '' , 64,x 512,64",
+        "--chunks": "0 -1 x '' , 64,x 512,64",
         "--rate": "-1 nan inf x '' 0.1,0.2,0.3",
         "--rule": "x '' Adam",
         "--retain": "-1 2 nan x",
@@ -124,7 +124,7 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--from": "nofile.txt empty blank.txt odd.txt",
     },
     "learn model --from text.txt --memory memory": {
-        "--levels": "8",
+        "--chunks": "8",
         "--rate": "0.1",
         "--rank": "4",
         "--undo": "x",

@@ -152,7 +152,8 @@ class Continuum(nn.Module):
         measure: norms in `updates` (nan otherwise).
         targets: with a `loss`: what the inputs `ids` [B, T, ...] are to give, [B, T, ...].
         """
-        one_of("meta", meta, METAS)
+        if meta not in METAS:
+            one_of("meta", meta, METAS)
         if self.loss is not None:
             return self._pairs(self.loss, ids, targets, state, learn, meta, measure)
         if targets is not None:
