@@ -526,8 +526,8 @@ def recipe_case(rng: random.Random) -> None:
     """A change of a recipe that nobody meant: refused by ValueError, or a recipe."""
     import dataclasses
 
+    from nestling.train.parts import check
     from nestling.train.recipe import changed, get_recipe
-    from nestling.train.trainer import check
 
     recipe = get_recipe("tiny")
     parts = [f"{p.name}.{k.name}" for p in dataclasses.fields(recipe)

@@ -75,9 +75,9 @@ def parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Search; 0 when all trials are done, 1 when none of them succeeded."""
     from nestling.files import locked
+    from nestling.train.parts import check
     from nestling.train.recipe import changed, get_recipe
     from nestling.train.search import at_point, is_axis, read_space
-    from nestling.train.trainer import check
 
     fixed = [s for s in arguments.settings if not is_axis(s)]
     recipe = changed(get_recipe(arguments.recipe), fixed)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _levels(recipe: Recipe) -> list[dict[str, Any]]:
     """The levels of a recipe's model, as its configuration has them."""
-    from nestling.train.trainer import configuration
+    from nestling.train.parts import configuration
 
     return configuration(recipe).levels or []
 

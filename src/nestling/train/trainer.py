@@ -1,50 +1,43 @@
-"""A run: the parts a recipe asks for, the loop over its steps, and going on after any stop."""
+"""A run: the loop over its steps, its checkpoints, and going on after any stop."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import math
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from nestling.adaptation.pretrained import load_start
-from nestling.checks import one_of
 from nestling.continuum.stream import begin
 from nestling.description import Timeline
 from nestling.files import BrokenFileError, check_finite, check_state, expect, locked
 from nestling.levels import LevelUpdate
-from nestling.losses import IGNORE
 from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
 from nestling.shards import full, local
-from nestling.train.batches import Batch, Batches, Sequential, Shuffled
+from nestling.train.batches import Batch
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
-from nestling.train.corpus import Corpus
 from nestling.train.distributed import World, gathered
+from nestling.train.judging import effects, level_measures, validation_loss
 from nestling.train.optimizers import build, by_level
-from nestling.train.packed import PackedCorpus, prepare
-from nestling.train.progress import Progress, preparing
+from nestling.train.parts import check, load_data, make_batches, make_model
+from nestling.train.progress import Progress
 from nestling.train.recipe import RENAMED, Recipe
 from nestling.train.step import (
     BackwardResult,
     FreshRows,
     gradients,
     level_norms,
-    loss_sum,
-    precision,
 )
-from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
+from nestling.train.tokenizer import TextEncoder
 from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
 
@@ -177,188 +170,6 @@ def _stop_requests() -> Iterator[list[int]]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-# The parts of a run
-
-
-def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, PackedCorpus]:
-    """The tokenizer and the packed training and validation text; rank 0 prepares, others wait."""
-    data = recipe.data
-    cache = Path(data.cache).expanduser()
-    options = {"separator": data.separator, "field": data.field}
-    train = [Corpus(source=source, **options) for source in data.train]  # type: ignore[arg-type]
-    valid = [Corpus(source=source, **options) for source in data.valid]  # type: ignore[arg-type]
-    if not world.main:
-        world.barrier()
-    encoder = load_tokenizer(data.tokenizer, train, cache)
-    packed = []
-    for what, corpora in (("training text", train), ("validation text", valid)):
-        with preparing(what, speak=world.main) as progress:
-            found = prepare(
-                corpora,
-                encoder,
-                cache,
-                workers=data.workers,
-                progress=progress,
-                verify=world.main,  # once for all processes
-            )
-            packed.append(found)
-    if world.main:
-        world.barrier()
-    return encoder, packed[0], packed[1]
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run, before anything is made or written."""
-    names = [level.name for level in configuration(recipe).memory_levels]
-    grow = recipe.model.grow
-    if grow and len(grow) != len(names):
-        raise ValueError(
-            f"model.grow must give the first step of each of the {len(names)} levels"
-            f" {', '.join(names)}; got {grow}"
-        )
-    build(dataclasses.replace(recipe.optim, chunks=()), nn.Linear(2, 2))
-    start = recipe.model.start
-    if start is not None and not any(Path(start).glob("model*.safetensors*")):
-        raise ValueError(f"model.start: {start!r} is no folder of a saved model")
-    check_tokenizer(recipe.data.tokenizer)
-    cpu = not torch.cuda.is_available()
-    if recipe.run.precision == "bf16" and cpu and bf16_speed() is None:
-        raise ValueError(
-            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
-            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-        )
-    for source in (*recipe.data.train, *recipe.data.valid):
-        Corpus(source=source).check()
-
-
-def configuration(recipe: Recipe, **fields: Any) -> Any:
-    """The model's configuration: the preset, the tokenizer's `fields`, and the recipe's own."""
-    from nestling.models import presets
-
-    model = recipe.model
-    one_of("model.preset", model.preset, presets.SIZES)
-    one_of("model.name", model.name, presets.MODELS)
-    size = presets.SIZES[model.preset]
-    usual = presets.configure(size, model.name).to_dict()
-    for name, value in model.fields.items():
-        if name not in usual:
-            near = difflib.get_close_matches(name, usual, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"model.fields: the configuration has no {name!r}{hint}")
-        numbers = (int, float) if type(usual[name]) is float else (int,)
-        if type(usual[name]) in (int, float) and type(value) not in numbers:
-            kind = "whole number" if numbers == (int,) else "number"
-            raise ValueError(f"model.fields: {name} must be a {kind}; got {value!r}")
-        if isinstance(usual[name], (list, tuple)) and not isinstance(value, (list, tuple)):
-            raise ValueError(f"model.fields: {name} must be a list; got {value!r}")
-    try:
-        return presets.configure(size, model.name, **{**fields, **model.fields})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"model.fields: {error}") from error
-
-
-def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
-    """A fresh model for the recipe, or its warm start; the vocabulary is the tokenizer's."""
-    from nestling.models import NestlingForCausalLM
-
-    special = encoder.tokenizer
-    fields = {
-        "vocab_size": encoder.vocab_size,
-        "eos_token_id": special.eos_token_id,
-        "bos_token_id": special.bos_token_id,
-        "pad_token_id": special.pad_token_id,
-    }
-    asked = recipe.model.fields.get("vocab_size", encoder.vocab_size)
-    if asked < encoder.vocab_size:
-        raise ValueError(
-            f"model.fields.vocab_size={asked} is smaller than the tokenizer's vocabulary of"
-            f" {encoder.vocab_size}"
-        )
-    torch.manual_seed(recipe.run.seed)
-    config = configuration(recipe, **fields)
-    if recipe.model.start is None:
-        return NestlingForCausalLM(config)
-    return load_start(recipe.model.start, config)
-
-
-def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
-    """The recipe's order of reading."""
-    settings = {"rows": recipe.run.rows, "length": recipe.data.length, "seed": recipe.run.seed}
-    if recipe.data.order == "sequential":
-        return Sequential(packed=packed, **settings)
-    return Shuffled(packed=packed, cross=recipe.data.order == "shuffled", **settings)
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    packed: PackedCorpus,
-    recipe: Recipe,
-    world: World,
-    *,
-    learn: bool | Sequence[str] = True,
-    windows: int | None = None,
-) -> float:
-    """The mean next-token loss on the first windows of a packed corpus.
-
-    learn: which levels learn while they read, in a model whose levels do.
-    """
-    windows = recipe.run.eval_windows if windows is None else windows
-    rows = max(world.size, min(recipe.run.rows, windows))
-    batches = Shuffled(packed=packed, rows=rows, length=recipe.data.length, seed=0)
-    steps = max(1, min(windows, batches.windows) // rows)
-    summed, count = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
-    model.eval()
-    for step in range(steps):
-        batch = batches(step, world.rank, world.size)
-        with precision(recipe.run, world):
-            loss, _ = loss_sum(model, batch, world.device, learn=learn)
-        summed += loss
-        count += float((batch.targets != IGNORE).sum())
-    model.train()
-    total, count = world.sum(float(summed), count)
-    return total / count
-
-
-EFFECT_WINDOWS = 8
-"""Windows of validation text on which the effect of each level is measured."""
-
-
-def effects(
-    model: nn.Module,
-    packed: PackedCorpus,
-    recipe: Recipe,
-    world: World,
-    levels: Sequence[str],
-) -> dict[str, float]:
-    """The worth of each learning level on a slice of the text, in nats per token.
-
-    The effect of a level is the loss with it frozen minus the loss with all of them learning.
-    """
-
-    def loss(names: Sequence[str]) -> float:
-        return evaluate(model, packed, recipe, world, learn=names, windows=EFFECT_WINDOWS)
-
-    together = loss(levels)
-    return {name: loss([each for each in levels if each != name]) - together for name in levels}
-
-
-@torch.no_grad()
-def level_measures(model: Any, ids: Tensor, levels: Sequence[str]) -> dict[str, float]:
-    """Each learning level's gradient norm and distance at its last update on some text."""
-    model.eval()
-    updates = model(ids, measure=True, use_cache=False, learn=levels).updates
-    model.train()
-    found = {}
-    for update in updates or ():
-        found[f"inner_gradient_norm/{update.level}"] = float(update.grad_norm.mean())
-        found[f"distance/{update.level}"] = float(update.distance.mean())
-    return found
-
-
-# The run
 
 
 ADVICE = "The last good checkpoint is in {}; try a lower optim.lr"
@@ -605,7 +416,7 @@ class Trainer:
     def judge(self) -> None:
         """Evaluate, and remember whether it got better; learning levels tell their effect."""
         learn = self.learning or False
-        loss = evaluate(self.model, self.valid, self.recipe, self.world, learn=learn)
+        loss = validation_loss(self.model, self.valid, self.recipe, self.world, learn=learn)
         if learn:
             self._judge_levels()
         memory = self.memory
