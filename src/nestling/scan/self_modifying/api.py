@@ -24,7 +24,7 @@ from nestling.scan.self_modifying.kernel import (
     SegmentResults,
     kept_shapes,
     one_clock,
-    one_token,
+    one_token_segment,
     run_backward,
     run_forward,
     segments_of,
@@ -164,7 +164,7 @@ def _one_token(
     begun = stack if start.first is weights.first else start.first.flatten(1, 2)
     initial = inputs.initial
     memories = begun if initial is None else initial.first.flatten(1, 2) + begun
-    y, after = one_token(rule, inputs, stack, begun, memories)
+    y, after = one_token_segment(rule, inputs, stack, begun, memories)
     weights = Weights(after.view_as(weights.first))
     step = 1 if inputs.valid is None else inputs.valid.sum(1)
     return y, weights, rule.begin(weights, start, position + step)

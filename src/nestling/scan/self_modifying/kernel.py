@@ -36,7 +36,7 @@ __all__ = [
     "SegmentResults",
     "kept_shapes",
     "one_clock",
-    "one_token",
+    "one_token_segment",
     "run_backward",
     "run_forward",
     "segments_of",
@@ -159,7 +159,7 @@ def _errors(
     return u, seen
 
 
-def one_token(
+def one_token_segment(
     rule: SelfRule, part: Inputs, stack: Tensor, begun: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A segment of one token: its read [b, 1, d], and the stack after it (Eq. 88).
