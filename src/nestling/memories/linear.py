@@ -24,9 +24,9 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
-    place,
     state_dtype,
     state_start,
     whole_number,
@@ -184,7 +184,7 @@ class MatrixMemory(Memory):
 
     def begin(self, batch_size: int, device: Device, dtype: Dtype) -> LinearState:
         """The trained initial memory (zero at first) for every sequence."""
-        device, dtype = place(self.weight, device, dtype)
+        device, dtype = device_and_dtype(self.weight, device, dtype)
         return LinearState(
             at_start(batch_size, device),
             self.shell.init(batch_size, device, dtype),
@@ -213,5 +213,5 @@ class LinearMemory(MatrixMemory):
         rate, retain = self.gates(opened.x, valid)
         y, weight = self.config.scan(state.weight, k, v, q, rate, retain)
         after = advance(state.position, x, valid)
-        y = hold(self.shell.close(y, opened.gate), self.weight)
+        y = keep_in_graph(self.shell.close(y, opened.gate), self.weight)
         return y, LinearState(after, opened.tail, weight)

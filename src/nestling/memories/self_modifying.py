@@ -19,9 +19,9 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
-    place,
     state_dtype,
     whole_number,
 )
@@ -320,7 +320,7 @@ class SelfModifying(Memory):
         self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> SelfModifyingState:
         """Trained initial weights (or none, as a difference) for every sequence, position 0."""
-        device, dtype = place(self.first, device, dtype)
+        device, dtype = device_and_dtype(self.first, device, dtype)
         first, second = self.first, self.second
         if self.config.projections.residual:
             first, second = (None if w is None else torch.zeros_like(w) for w in (first, second))  # type: ignore[assignment]
@@ -342,7 +342,7 @@ class SelfModifying(Memory):
             self.config.recompute, self.config.backend,
         )  # fmt: skip
         y = self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
-        y = hold(y, self.first, *([] if self.second is None else [self.second]))
+        y = keep_in_graph(y, self.first, *([] if self.second is None else [self.second]))
         weights, start = (unfold(part, x.shape[0]) for part in (weights, start))
         after = advance(state.position, x, valid)
         return y, SelfModifyingState(after, opened.tail, weights, start)

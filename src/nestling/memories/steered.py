@@ -34,10 +34,10 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
     merge_heads,
-    place,
     split_heads,
     state_dtype,
     state_start,
@@ -244,7 +244,7 @@ class Steered(Memory):
 
     def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> SteeredState:
         """The trained initial memories (zero at first) for every sequence."""
-        device, dtype = place(self.weight, device, dtype)
+        device, dtype = device_and_dtype(self.weight, device, dtype)
 
         def started(weight: Tensor) -> Tensor:
             return state_start(weight.to(device, state_dtype(dtype)), batch_size)
@@ -272,7 +272,7 @@ class Steered(Memory):
         y, weight = read_then_write(self.config, self.config.erase, state.weight, k, v, q, *gates)
         after = advance(state.position, x, valid)
         y = self._close(y, opened, read)
-        y = hold(y, self.weight, *([] if self.small is None else [self.small.weight]))
+        y = keep_in_graph(y, self.weight, *([] if self.small is None else [self.small.weight]))
         return y, SteeredState(after, opened.tail, weight, small)
 
     def token_reader(self) -> TokenReader | None:
