@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from nestling.checks import whole_number
 from nestling.memories.core import (
     CausalConv,
     Device,
@@ -25,7 +26,6 @@ from nestling.memories.core import (
     merge_heads,
     split_heads,
     unknown,
-    whole_number,
 )
 
 

@@ -70,7 +70,6 @@ __all__ = [
     "state_dtype",
     "state_start",
     "unknown",
-    "whole_number",
 ]
 
 

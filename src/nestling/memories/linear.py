@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -29,7 +29,6 @@ from nestling.memories.core import (
     make_shell,
     state_dtype,
     state_start,
-    whole_number,
 )
 from nestling.norm import unit
 from nestling.scan import BACKENDS

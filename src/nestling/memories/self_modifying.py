@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -23,7 +23,6 @@ from nestling.memories.core import (
     keep_in_graph,
     make_shell,
     state_dtype,
-    whole_number,
 )
 from nestling.norm import unit
 from nestling.objectives import Objective, dot

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -41,7 +41,6 @@ from nestling.memories.core import (
     split_heads,
     state_dtype,
     state_start,
-    whole_number,
 )
 from nestling.memories.self_modifying import Rates, Retention, largest_row
 from nestling.memories.steered_token import SteeredToken

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -34,7 +34,6 @@ from nestling.memories.core import (
     device_and_dtype,
     keep_in_graph,
     make_shell,
-    whole_number,
 )
 from nestling.memories.self_modifying import (
     Rates,
