@@ -96,6 +96,33 @@ def test_a_public_function_has_one_home() -> None:
     assert {n: homes for n, homes in found.items() if len(homes) > 1} == {}
 
 
+def test_a_name_is_imported_from_where_it_lives() -> None:
+    """A module is no second home for what it imports; a package's `__init__` may gather names."""
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nestling."):
+                source = SOURCE.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+                made = _made_by(source) if source.is_file() else None
+                wrong += [
+                    f"{path.relative_to(SOURCE)}: {node.module}.{each.name}"
+                    for each in node.names
+                    if made is not None and each.name not in made
+                ]
+    assert wrong == []
+
+
+def _made_by(path: Path) -> set[str]:
+    """The names that a module makes itself: what it defines or assigns, at any level."""
+    made = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+    return made
+
+
 def test_the_top_level_is_quick_and_complete() -> None:
     code = (
         "import sys, nestling; assert 'transformers' not in sys.modules;"
