@@ -395,7 +395,7 @@ def run_reader() -> Reader:
         (run / "checkpoints" / "step-00000002").symlink_to(folder)
         trainer = Trainer(recipe(folder), run, World(), Progress(3, run, speak=False))
         trainer.resume()
-        if trainer.memory.step == 0:
+        if trainer.state.step == 0:
             raise ValueError("it was passed over")
         trainer.step()
         return trainer

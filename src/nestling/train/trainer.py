@@ -75,10 +75,10 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
     ):
         trainer = Trainer(recipe, folder, world, progress)
         trainer.resume()
-        saved = trainer.memory.step
+        saved = trainer.state.step
         while not trainer.done:
             trainer.step()
-            step = trainer.memory.step
+            step = trainer.state.step
             last = step >= run.steps
             if step % run.eval_every == 0 or last:
                 trainer.judge()
@@ -96,12 +96,12 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
             _export(trainer, folder / "model")
             if trainer.timeline.updates and world.main:
                 trainer.timeline.draw(folder / "timeline.svg")
-    memory = trainer.memory
+    state = trainer.state
     sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)
     return Outcome(
-        memory.step,
+        state.step,
         trainer.loss,
-        memory.best,
+        state.best,
         trainer.bare,
         trainer.encoder,
         trainer.timeline,
@@ -139,14 +139,14 @@ def _without_bars() -> Iterator[None]:
 
 def _how_trained(trainer: Trainer) -> str:
     """How a model was trained, for its card."""
-    recipe, memory = trainer.recipe, trainer.memory
-    tokens = memory.step * recipe.run.rows * recipe.data.length
-    where = "" if memory.best_step is None else f" at step {memory.best_step:,}"
+    recipe, state = trainer.recipe, trainer.state
+    tokens = state.step * recipe.run.rows * recipe.data.length
+    where = "" if state.best_step is None else f" at step {state.best_step:,}"
     sources = ", ".join(recipe.data.train)
     return "\n".join(
         [
-            f"{memory.step:,} steps, at most {tokens:,} tokens, from {sources}."
-            f" Best validation loss {memory.best:.4f} nats per token{where}.",
+            f"{state.step:,} steps, at most {tokens:,} tokens, from {sources}."
+            f" Best validation loss {state.best:.4f} nats per token{where}.",
             "",
             "Trained by `nestling train` with these settings:",
             "",
@@ -175,7 +175,7 @@ def _stop_requests() -> Iterator[list[int]]:
 ADVICE = "The last good checkpoint is in {}; try a lower optim.lr"
 
 
-class _Memory(NamedTuple):
+class _RunState(NamedTuple):
     """State that must survive between steps, besides weights and optimizer."""
 
     step: int = 0
@@ -212,7 +212,7 @@ class Trainer:
         self._settle()
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.carry: list[Any] | None = None
-        self.memory = _Memory()
+        self.state = _RunState()
         self.loss = math.nan
         self._resumed: Checkpoint | None = None  # until a step was taken from it
         self.timeline = Timeline()
@@ -256,11 +256,11 @@ class Trainer:
             self._settle()
             _restore_random(found.load("random"))
             self.carry = self._load_carry(found)
-            self.memory = _load_memory(found)
+            self.state = _load_state(found)
             self.timeline.extend(LevelUpdate(*saved) for saved in found.load("timeline"))
         self._watch = self._watcher()
         self.loss, self._resumed = found.facts["loss"], found
-        self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
+        self.progress.say(f"continuing from step {self.state.step} in {self.checkpoints}")
 
     def save(self) -> bool:
         """Write a checkpoint, each process its share; False if nothing is fit to be saved.
@@ -268,14 +268,14 @@ class Trainer:
         After a bad step nothing is saved; weights that are not finite, or from which no step can
         be taken, end the run. The last good checkpoint stays what it was.
         """
-        if self.memory.bad:
+        if self.state.bad:
             return False
         loss, norm = self._next()
         if not (math.isfinite(loss) and math.isfinite(norm)) or not self.world.all(
             _finite(self.bare)
         ):
             raise TrainingFailedError(
-                f"training cannot go on from the weights after step {self.memory.step} (loss"
+                f"training cannot go on from the weights after step {self.state.step} (loss"
                 f" {loss}, gradient norm {norm}); nothing was saved."
                 f" {ADVICE.format(self.checkpoints)}"
             )
@@ -285,16 +285,16 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "carry": self.carry if apart else self.carry and state_stack(self.carry),
             "random": _random_state(),
-            "memory": self.memory._asdict(),
+            "memory": self.state._asdict(),
             "timeline": [tuple(update) for update in self.timeline.updates],
         }
         save_checkpoint(
             self.checkpoints,
-            self.memory.step,
+            self.state.step,
             states,
             {"recipe": self.recipe.to_json(), "loss": self.loss},
             keep=self.recipe.run.keep,
-            best=self.memory.best_step,
+            best=self.state.best_step,
             world=self.world,
             cut=("carry",),
         )
@@ -302,7 +302,7 @@ class Trainer:
 
     def _next(self) -> tuple[float, float]:
         """The loss of the present weights on tokens that come next, and its gradient's norm."""
-        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        batch = self.batches(self.state.step, self.world.rank, self.world.size)
         few = Batch(*(field[: self.recipe.run.micro or len(field)] for field in batch))
         buffers = [(buffer, buffer.clone()) for buffer in self.bare.buffers()]
         learn = self.learning or False
@@ -334,8 +334,8 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step, skipped as a whole if the loss or gradient is not finite."""
-        memory, optim = self.memory, self.recipe.optim
-        batch = self.batches(memory.step, self.world.rank, self.world.size)
+        state, optim = self.state, self.recipe.optim
+        batch = self.batches(state.step, self.world.rank, self.world.size)
         found = gradients(
             self.model,
             batch,
@@ -347,39 +347,39 @@ class Trainer:
         )
         norm = _norm(self.bare, optim.clip)
         facts = {"loss": found.loss, "gradient_norm": norm, "tokens": found.tokens}
-        if (memory.step + 1) % self.progress.every == 0:
+        if (state.step + 1) % self.progress.every == 0:
             norms = level_norms(self.bare, self.world)
             facts |= {f"gradient_norm/{level}": value for level, value in norms.items()}
         if math.isfinite(found.loss) and math.isfinite(norm):
             self._take(found)
-            self.memory = self.memory._replace(bad=0)
+            self.state = self.state._replace(bad=0)
         else:
             self._refuse(found.loss, norm)
         self.optimizer.zero_grad(set_to_none=True)
-        self.memory = self.memory._replace(step=memory.step + 1)
+        self.state = self.state._replace(step=state.step + 1)
         facts["lr"] = self.optimizer.param_groups[0]["lr"]
-        self.progress.step(self.memory.step, found.tokens, facts)
+        self.progress.step(self.state.step, found.tokens, facts)
 
     def _take(self, found: BackwardResult) -> None:
-        factor = self.recipe.schedule(self.memory.step)
+        factor = self.recipe.schedule(self.state.step)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
         with contextlib.nullcontext() if self._resumed is None else _sound(self._resumed):
             self.optimizer.step()
         self._resumed = None
-        self._watch(self.memory.step + 1)
+        self._watch(self.state.step + 1)
         self.carry, self.loss = found.carry, found.loss
 
     def _refuse(self, loss: float, norm: float) -> None:
-        memory = self.memory
-        self.memory = memory._replace(bad=memory.bad + 1, skipped=memory.skipped + 1)
+        state = self.state
+        self.state = state._replace(bad=state.bad + 1, skipped=state.skipped + 1)
         self.progress.say(
-            f"step {memory.step + 1} skipped, nothing changed: loss {loss}, gradient norm {norm}"
+            f"step {state.step + 1} skipped, nothing changed: loss {loss}, gradient norm {norm}"
         )
-        if self.memory.bad >= self.recipe.run.max_bad:
+        if self.state.bad >= self.recipe.run.max_bad:
             raise TrainingFailedError(
-                f"{self.memory.bad} steps in a row had a loss or gradient that is not finite"
-                f" (last: loss {loss}, gradient norm {norm}); stopped at step {memory.step + 1}."
+                f"{self.state.bad} steps in a row had a loss or gradient that is not finite"
+                f" (last: loss {loss}, gradient norm {norm}); stopped at step {state.step + 1}."
                 f" {ADVICE.format(self.checkpoints)}"
             )
 
@@ -389,7 +389,7 @@ class Trainer:
         levels = self.bare.config.memory_levels
         grow = self.recipe.model.grow or (0,) * len(levels)
         both = zip(levels, grow, strict=True)
-        return [lv.name for lv, first in both if lv.active and self.memory.step >= first]
+        return [lv.name for lv, first in both if lv.active and self.state.step >= first]
 
     def _judge_levels(self) -> None:
         """Log what each learning level does, and what it is worth.
@@ -402,16 +402,16 @@ class Trainer:
         if not levels:
             return
         worth = effects(self.model, self.valid, self.recipe, self.world, levels)
-        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        batch = self.batches(self.state.step, self.world.rank, self.world.size)
         facts = {f"effect/{name}": value for name, value in worth.items()}
         facts |= level_measures(self.model, batch.ids[:1].to(self.world.device), self.learning)
         if self.bare.rates is not None:
             names = [level.name for level in self.bare.config.memory_levels]
             found = zip(names, self.bare.rates().tolist(), strict=True)
             facts |= {f"rate/{name}": rate for name, rate in found if name in worth}
-        self.progress.record(self.memory.step, facts)
+        self.progress.record(self.state.step, facts)
         says = ", ".join(f"{name} {value:+.4f}" for name, value in worth.items())
-        self.progress.say(f"step {self.memory.step}: effect of the levels: {says}")
+        self.progress.say(f"step {self.state.step}: effect of the levels: {says}")
 
     def judge(self) -> None:
         """Evaluate, and remember whether it got better; learning levels tell their effect."""
@@ -419,13 +419,13 @@ class Trainer:
         loss = validation_loss(self.model, self.valid, self.recipe, self.world, learn=learn)
         if learn:
             self._judge_levels()
-        memory = self.memory
-        if loss < memory.best:
-            self.memory = memory._replace(best=loss, best_step=memory.step, stale=0)
+        state = self.state
+        if loss < state.best:
+            self.state = state._replace(best=loss, best_step=state.step, stale=0)
         else:
-            self.memory = memory._replace(stale=memory.stale + 1)
-        self.progress.record(memory.step, {"validation_loss": loss})
-        self.progress.say(f"step {memory.step}: validation loss {loss:.4f}")
+            self.state = state._replace(stale=state.stale + 1)
+        self.progress.record(state.step, {"validation_loss": loss})
+        self.progress.say(f"step {state.step}: validation loss {loss:.4f}")
 
     def sample(self) -> None:
         """Show what the model writes."""
@@ -437,14 +437,14 @@ class Trainer:
         out = self.bare.generate(**ids, max_new_tokens=80, do_sample=False)
         self.bare.train()
         text = tokenizer.decode(out[0], skip_special_tokens=True)
-        self.progress.record(self.memory.step, {"sample": text})
+        self.progress.record(self.state.step, {"sample": text})
         self.progress.say(f"sample: {text!r}")
 
     @property
     def done(self) -> bool:
         run = self.recipe.run
-        stale = run.patience is not None and self.memory.stale >= run.patience
-        return self.memory.step >= run.steps or stale
+        stale = run.patience is not None and self.state.stale >= run.patience
+        return self.state.step >= run.steps or stale
 
 
 def _warn_of_bf16(progress: Progress) -> None:
@@ -473,7 +473,7 @@ _FACTS = {
     "recipe": {"model": dict, "data": dict, "optim": dict, "run": dict},
     "loss": float,
 }
-_MEMORY = {
+_STATE = {
     "step": int,
     "best": float,
     "best_step": object,
@@ -495,14 +495,14 @@ def _sound(found: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _load_memory(found: Checkpoint) -> _Memory:
+def _load_state(found: Checkpoint) -> _RunState:
     """The numbers of a run between its steps."""
-    saved = expect(found.load("memory"), _MEMORY, f"{found.path}: memory")
+    saved = expect(found.load("memory"), _STATE, f"{found.path}: memory")
     if saved["best_step"] is not None:
         expect(saved["best_step"], int, f"{found.path}: best_step")
     if saved["step"] != found.step:
         raise BrokenFileError(f"{found.path}: step {saved['step']} in the checkpoint {found.step}")
-    return _Memory(**saved)
+    return _RunState(**saved)
 
 
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
