@@ -65,7 +65,10 @@ tanh = Activation(
     lambda z, gate: 1.0 - gate.square(),
     lambda z, gate: -2.0 * gate * (1.0 - gate.square()),
 )
+"""`tanh z`."""
 
 relu = Activation(lambda z: (z > 0).to(z.dtype), torch.mul, _own, _none)
+"""`max(0, z)`."""
 
 linear = Activation(torch.ones_like, lambda z, gate: z.clone(), _own, _none)
+"""`z`."""
