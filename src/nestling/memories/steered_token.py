@@ -128,7 +128,7 @@ class _SmallToken:
         return torch.cat([vectors, self.gates.rows(gates.flatten(0, 1))])
 
     def _added(self, memory: Steered, given: Tensor) -> Tensor:
-        """The additions of reads to the main memory's rows, [3 D + 2 H, s], from [H, sizes, s]."""
+        """What reads add to the main memory's rows, [3 D + 2 H, s], from [H, sizes, s]."""
         small, heads = memory.small, memory.config.heads
         sizes = {} if small is None else small.sizes
         parts = dict(zip(sizes, given.split(list(sizes.values()), 1), strict=True))

@@ -24,10 +24,10 @@ from nestling.scan.deep.chunk import (
     Chunk,
     ChunkGates,
     FirstLayer,
-    How,
     SavedRead,
     SavedWrite,
     TwoLayers,
+    Variant,
     first_layer,
     gates,
     hidden,
@@ -103,7 +103,7 @@ def scan_mlp(
     tokens = x.shape[-2]
     composed = is_any_order() or (momentum is not None and erase)
     begun = tokens if composed else min(-state.position % chunk, tokens)
-    how = How(is_l2(objective), erase, clip, bound_inputs, sigma)
+    how = Variant(is_l2(objective), erase, clip, bound_inputs, sigma)
     inputs = (x, v, rate, retain, queries, momentum)
     parts: list[Tensor | None] = []
     if begun or not tokens:  # two matrix scans, of any order too
@@ -130,8 +130,8 @@ def _part(inputs: Sequence[Tensor | None], start: int, length: int) -> list[Tens
 
 
 def _from_boundary(
-    state: MLPState, inputs: Sequence[Tensor | None], how: How, after: bool, size: int, chunk: int,
-    recompute: bool,
+    state: MLPState, inputs: Sequence[Tensor | None], how: Variant, after: bool, size: int,
+    chunk: int, recompute: bool,
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """Chunks of `size` tokens from a position where a chunk starts."""
     x, v, rate, retain, queries, _ = inputs
@@ -166,8 +166,8 @@ def _cut(part: Tensor, size: int) -> Tensor:
 
 
 def _with_momentum(
-    state: MLPState, inputs: Sequence[Tensor | None], how: How, after: bool, size: int, chunk: int,
-    recompute: bool,
+    state: MLPState, inputs: Sequence[Tensor | None], how: Variant, after: bool, size: int,
+    chunk: int, recompute: bool,
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """The same for writes with momentum; `recompute` keeps only the inputs."""
     x, v, rate, retain, queries, momentum = inputs
@@ -239,7 +239,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, how: How, after: bool, recompute: bool, w1: Tensor, w2: Tensor, x: Tensor,
+        ctx: Any, how: Variant, after: bool, recompute: bool, w1: Tensor, w2: Tensor, x: Tensor,
         v: Tensor, q: Tensor | None, g: Tensor, rated: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         flat = q.flatten(0, 1) if q is not None else None

@@ -60,7 +60,7 @@ from nestling.activations import Activation
 from nestling.scan.numerics import Workspace, decay, unit_inverse
 
 
-class How(NamedTuple):
+class Variant(NamedTuple):
     """The variant: what `scan_mlp` takes as options."""
 
     squared: bool  # l2, else dot
@@ -121,7 +121,7 @@ class SavedWrite(NamedTuple):
     inverse: Tensor | None  # [N, C, C]
 
 
-def hidden(saved: SavedWrite, how: How) -> Tensor:
+def hidden(saved: SavedWrite, how: Variant) -> Tensor:
     """K, layer 1's inputs, once more."""
     h = how.sigma.value(saved.z, saved.gate)
     return h if saved.size is None else h.div_(saved.size)
@@ -204,7 +204,7 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def write(
-    w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer, how: How
+    w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer, how: Variant
 ) -> tuple[TwoLayers, SavedWrite, Tensor]:
     """The weights after the chunk, what is worth keeping, and K (Eq. 88, 90 layer by layer)."""
     s1, s2 = w
@@ -244,7 +244,7 @@ def read(
     e1: Tensor,
     e2: Tensor,
     k: Tensor,
-    how: How,
+    how: Variant,
 ) -> tuple[Tensor, SavedRead]:
     """Reads at every token: two composed reads (Eq. 88, 91)."""
     if c.q is None or first.qx is None:
@@ -277,7 +277,7 @@ class ReadGrads(NamedTuple):
 
 def read_backward(
     dy: Tensor, w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer, saved: SavedRead,
-    e1: Tensor, e2: Tensor, k: Tensor, how: How,
+    e1: Tensor, e2: Tensor, k: Tensor, how: Variant,
 ) -> tuple[ReadGrads, Adjoint]:  # fmt: skip
     """See the module's docstring."""
     if c.q is None or first.qx is None:
@@ -316,7 +316,7 @@ class WriteGrads(NamedTuple):
 
 def write_backward(
     d: TwoLayers, add: Adjoint | None, w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer,
-    saved: SavedWrite, k: Tensor, how: How,
+    saved: SavedWrite, k: Tensor, how: Variant,
 ) -> WriteGrads:  # fmt: skip
     """Gradients of a chunk's inputs from those of its end and of its reads; overwrites `add`."""
     (s1, s2), (d1, d2), s = w, d, saved

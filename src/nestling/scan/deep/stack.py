@@ -25,7 +25,7 @@ def learn_chunk(
     w1 [b, N, D, H], w2 [b, N, H, D], k and q [b, C, D], targets [b, N, C, D], gates [b, C]. The
     chunk starts at these weights; the nonlinearity is silu, inputs of layer 1 are bounded.
     """
-    how = two.How(squared, erase, clip, True, silu)
+    how = two.Variant(squared, erase, clip, True, silu)
     return _Chunk.apply(how, w1, w2, k, q, targets, *two.tables(rate, retain))
 
 
@@ -56,7 +56,7 @@ def _stacks(
 class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: two.How, w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor,
+        ctx: Any, how: two.Variant, w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor,
         g: Tensor, rated: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         n, gates = w1.shape[1], two.gates(g, rated, False)
