@@ -395,7 +395,7 @@ def run_reader() -> Reader:
         (run / "checkpoints" / "step-00000002").symlink_to(folder)
         trainer = Trainer(recipe(folder), run, World(), Progress(3, run, speak=False))
         trainer.resume()
-        if trainer.memory.step == 0:
+        if trainer.state.step == 0:
             raise ValueError("it was passed over")
         trainer.step()
         return trainer
@@ -526,8 +526,8 @@ def recipe_case(rng: random.Random) -> None:
     """A change of a recipe that nobody meant: refused by ValueError, or a recipe."""
     import dataclasses
 
+    from nestling.train.parts import check
     from nestling.train.recipe import changed, get_recipe
-    from nestling.train.trainer import check
 
     recipe = get_recipe("tiny")
     parts = [f"{p.name}.{k.name}" for p in dataclasses.fields(recipe)

@@ -192,7 +192,7 @@ def _small_model(folder: Path) -> None:
     (folder / "text.txt").write_text("Day 1, spring. The rain fell on the harbour. " * 60)
 
 
-_NEW = "--levels 8,32 --rule gd --rate 0.1 --rank 4 --layers 0 --passes 1".split()
+_NEW = "--chunks 8,32 --rule gd --rate 0.1 --rank 4 --layers 0 --passes 1".split()
 
 
 def _learn_line(folder: Path, *more: str) -> list[str]:

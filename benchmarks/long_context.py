@@ -19,7 +19,7 @@ from common import peak_mb
 
 from nestling.evaluate import babilong, ruler
 from nestling.evaluate.samples import PLAIN_WORDS, Books, Sample, parse_lengths
-from nestling.evaluate.suites import Data, answer, samples
+from nestling.evaluate.suites import Sources, answer, samples
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
 from nestling.train.builtin_text import chronicles
 
@@ -31,7 +31,7 @@ TASKS = [
 ]
 
 
-def draw(suite: str, task: str, length: int, data: Data) -> Sample:
+def draw(suite: str, task: str, length: int, data: Sources) -> Sample:
     if suite == "babilong" and data.babi is None:
         assert data.books is not None
         return babilong.sample(task, length, 0, story=STORY, books=data.books)
@@ -47,9 +47,9 @@ def main() -> None:
     arguments = parser.parse_args()
     (length,) = parse_lengths(arguments.length)
     text = " ".join(chronicles(50))
-    data = Data(words=PLAIN_WORDS, books=Books((lambda: text,)))
+    data = Sources(words=PLAIN_WORDS, books=Books((lambda: text,)))
     if arguments.data:
-        data = Data.load(arguments.data)
+        data = Sources.load(arguments.data)
     torch.manual_seed(0)
     model = NestlingForCausalLM(presets.tiny()).eval()
     tokenizer = byte_tokenizer()

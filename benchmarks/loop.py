@@ -20,13 +20,13 @@ from common import verdict
 from nestling.machine import keep_memory
 from nestling.train.distributed import World
 from nestling.train.optimizers import build
+from nestling.train.parts import load_data, make_batches, make_model
 from nestling.train.recipe import changed, get_recipe
 from nestling.train.step import loss_sum
-from nestling.train.trainer import load_data, make_batches, make_model
 
 STEPS = 30  # the loop logs every 10; both arms count the better of the last two tens
 CHANGES = [
-    "model.mixer=transformer",
+    "model.name=transformer",
     "data.train=builtin:40",
     "data.valid=builtin:40-41",
     f"run.steps={STEPS}",

@@ -56,7 +56,7 @@ SETTINGS = {
     "run.steps.x": "1",
     "model.fields": "1",
     "model.preset": "x Size configure Tiny",
-    "model.mixer": "x Hope size",
+    "model.name": "x Hope size",
     "model.start": "nowhere empty",
     "model.grow": "x -1 3,4",
     "model.fields.hidden_size": "x -1 0 1.5 17 null",
@@ -76,7 +76,7 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--length": "0 -1 x",
         "--rows": "0 -1 x",
         "--utilisation": "0 -1 2 nan x",
-        "--mixer": "x ''",
+        "--model": "x ''",
     },
     "eval model text.txt": {
         "--tokens": "-5 0 1 x 1.5",
@@ -103,12 +103,12 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--prompt": "\udcff",
     },
     "learn model --from text.txt --memory new": {
-        "--limit": "nan 0 -1 x",
+        "--drift": "nan 0 -1 x",
         "--forget": "nan 0 -1 x",
         "--tokens": "0 -1 x",
         "--save-every": "0 -1 x",
         "--passes": "0 -1 x",
-        "--levels": "0 -1 x '' , 64,x 512,64",
+        "--chunks": "0 -1 x '' , 64,x 512,64",
         "--rate": "-1 nan inf x '' 0.1,0.2,0.3",
         "--rule": "x '' Adam",
         "--retain": "-1 2 nan x",
@@ -124,7 +124,7 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
         "--from": "nofile.txt empty blank.txt odd.txt",
     },
     "learn model --from text.txt --memory memory": {
-        "--levels": "8",
+        "--chunks": "8",
         "--rate": "0.1",
         "--rank": "4",
         "--undo": "x",
@@ -152,7 +152,7 @@ LINES = {  # a right line: its options and what may not stand there ('' is an em
 TUNED = (  # searches that cannot begin
     "optim.lr=x..1 optim.lr=1..x optim.lr=2..1 optim.lr=1..1 optim.lr=nan..1 optim.lr=1|| a.b=1..2"
     " optim.lr=1|1 optim.lr=1|x optim.name=adamw|x|m3 run.steps=0..3 run.rows=1|0|2 level=1..2"
-    " level.x.rate=1..2 level.fast.x=1..2 model.preset=Size model.preset=x model.mixer=x"
+    " level.x.rate=1..2 level.fast.x=1..2 model.preset=Size model.preset=x model.name=x"
     " data.train=nofile model.fields.hidden_size=x model.fields.levels=3 optim.lr=inf"
     " data.length=8|1"
 ).split()

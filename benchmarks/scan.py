@@ -85,7 +85,7 @@ def main() -> None:
         "scan, chunk 64": step(given),
         "scan, chunk 32": step(given, chunk=32),
         "scan, chunk 64, recompute": step(given, recompute=True),
-        "scan, rule gd": step(given, rule="gd"),
+        "scan without erasing": step(given, erase=False),
         "scan, chunk_autograd": step(given, backend="chunk_autograd"),
     }
     products = common.delta_rule(BATCH * HEADS, TOKENS, WIDTH, WIDTH, 64)

@@ -84,7 +84,7 @@ def test_a_signal_is_a_layer_s_gradient():
 def test_derivatives_of_activations_equal_autograd(name):
     activation = getattr(activations, name)
     z = torch.linspace(-5, 5, 41, dtype=torch.float64).requires_grad_()
-    (expected,) = torch.autograd.grad(activation.function(z).sum(), z)
+    (expected,) = torch.autograd.grad(activation(z).sum(), z)
     torch.testing.assert_close(activation.derivative(z), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "nestling"
 
 PUBLIC = {
     "nestling": """
@@ -27,7 +31,7 @@ PUBLIC = {
         rmsprop second_moment sgd signsgd signum stateless weight_decay
     """,
     "nestling.scan": """
-        BACKENDS MLPState MomentumState any_order mlp_naive scan scan_mlp scan_naive
+        BACKENDS MLPState MatrixAndVelocity any_order mlp_naive scan scan_mlp scan_naive
         scan_self_modifying
     """,
     "nestling.memories": """
@@ -69,15 +73,54 @@ def test_no_public_name_has_two_homes() -> None:
     assert not twice
 
 
-def test_no_two_public_classes_of_one_name() -> None:
-    """Nor does any class of the package share a public name without being it."""
-    public = {}
-    for module in PUBLIC:
-        for name in PUBLIC[module].split():
-            thing = getattr(importlib.import_module(module), name)
-            if isinstance(thing, type):
-                public.setdefault(name, set()).add(f"{thing.__module__}.{thing.__qualname__}")
-    assert {name: where for name, where in public.items() if len(where) > 1} == {}
+def names(kind: type[ast.AST]) -> dict[str, list[str]]:
+    """The module-level names of a kind, but for private ones, with the files that define them."""
+    homes: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, kind) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    return homes
+
+
+def test_a_class_has_one_home() -> None:
+    """No two classes of the package share a name, public or not: a word means one thing."""
+    assert {n: homes for n, homes in names(ast.ClassDef).items() if len(homes) > 1} == {}
+
+
+def test_a_public_function_has_one_home() -> None:
+    """No other function is called like a public one, but where presets and recipes make models."""
+    public = {name for words in PUBLIC.values() for name in words.split()}
+    makers = {"models/presets.py", "train/recipe.py"}
+    found = {n: set(h) - makers for n, h in names(ast.FunctionDef).items() if n in public}
+    assert {n: homes for n, homes in found.items() if len(homes) > 1} == {}
+
+
+def test_a_name_is_imported_from_where_it_lives() -> None:
+    """A module is no second home for what it imports; a package's `__init__` may gather names."""
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nestling."):
+                source = SOURCE.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+                made = _made_by(source) if source.is_file() else None
+                wrong += [
+                    f"{path.relative_to(SOURCE)}: {node.module}.{each.name}"
+                    for each in node.names
+                    if made is not None and each.name not in made
+                ]
+    assert wrong == []
+
+
+def _made_by(path: Path) -> set[str]:
+    """The names that a module makes itself: what it defines or assigns, at any level."""
+    made = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+    return made
 
 
 def test_the_top_level_is_quick_and_complete() -> None:

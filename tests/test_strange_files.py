@@ -22,10 +22,10 @@ from nestling.files import (
     check_state,
     expect,
     fingerprint,
-    load_state,
+    load_record,
     load_tree,
     locked,
-    save_state,
+    save_record,
     save_tree,
     write_tensors,
 )
@@ -239,10 +239,10 @@ def test_a_state_is_refused_for_what_it_holds(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             check_state(bad, template, 2)
-    save_state(tmp_path, "m", "thing", good, {"n": 1})
-    assert load_state(tmp_path, "m", "thing")[1] == {"n": 1}
+    save_record(tmp_path, "m", "thing", good, {"n": 1})
+    assert load_record(tmp_path, "m", "thing")[1] == {"n": 1}
     with pytest.raises(BrokenFileError, match="not a stone"):
-        load_state(tmp_path, "m", "stone")
+        load_record(tmp_path, "m", "stone")
 
 
 def test_one_fingerprint_sees_configuration_and_every_weight():

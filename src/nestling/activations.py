@@ -1,35 +1,74 @@
-"""Element-wise nonlinearities with their derivatives, for memories with hand-written gradients."""
+"""Element-wise nonlinearities with two derivatives, for memories with hand-written gradients."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 class Activation(NamedTuple):
-    """A nonlinearity and its derivative, both element-wise."""
+    """A nonlinearity and its derivatives, all from z and a `gate` that is computed once.
 
-    function: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]
+    Every function makes a tensor of its own, which the caller may overwrite.
+    """
+
+    gate: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma(z)
+    slope: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma'(z)
+    curve: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma''(z)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.value(z, self.gate(z))
+
+    def derivative(self, z: Tensor) -> Tensor:
+        """`sigma'(z)`."""
+        return self.slope(z, self.gate(z))
 
 
-def _gelu_derivative(z: Tensor) -> Tensor:
-    normal = torch.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    return 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))) + z * normal
+def _silu_slope(z: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(z, gate).add_(gate)  # z g (1 - g) + g
 
 
-def _silu_derivative(z: Tensor) -> Tensor:
-    gate = torch.sigmoid(z)
-    return gate * (1.0 + z * (1.0 - gate))
+def _silu_curve(z: Tensor, gate: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(torch.addcmul(z, z, gate, value=-2.0).add_(2.0), gate)
 
 
-gelu = Activation(functional.gelu, _gelu_derivative)
-silu = Activation(functional.silu, _silu_derivative)
-tanh = Activation(torch.tanh, lambda z: 1.0 - torch.tanh(z).square())
-relu = Activation(torch.relu, lambda z: (z > 0).to(z.dtype))
-linear = Activation(lambda z: z, torch.ones_like)
+def _normal(z: Tensor) -> Tensor:
+    return torch.exp(-0.5 * z * z) * 0.3989422804014327
+
+
+def _own(z: Tensor, gate: Tensor) -> Tensor:
+    return gate.clone()
+
+
+def _none(z: Tensor, gate: Tensor) -> Tensor:
+    return torch.zeros_like(z)
+
+
+silu = Activation(torch.sigmoid, torch.mul, _silu_slope, _silu_curve)
+"""`z sigmoid(z)`: one exponential serves the value and both derivatives."""
+
+gelu = Activation(
+    torch.special.ndtr,
+    torch.mul,
+    lambda z, gate: torch.addcmul(gate, z, _normal(z)),
+    lambda z, gate: (2.0 - z * z) * _normal(z),
+)
+"""`z Phi(z)`."""
+
+tanh = Activation(
+    torch.tanh,
+    _own,
+    lambda z, gate: 1.0 - gate.square(),
+    lambda z, gate: -2.0 * gate * (1.0 - gate.square()),
+)
+"""`tanh z`."""
+
+relu = Activation(lambda z: (z > 0).to(z.dtype), torch.mul, _own, _none)
+"""`max(0, z)`."""
+
+linear = Activation(torch.ones_like, lambda z, gate: z.clone(), _own, _none)
+"""`z`."""

@@ -1,4 +1,4 @@
-"""Checks of arguments for all rooms: an error names the argument, its value and what is allowed."""
+"""Argument checks: an error names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 

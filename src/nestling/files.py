@@ -581,7 +581,7 @@ def load_tree(
     """Read back what `save_tree` wrote; raises BrokenFileError if a bit has changed.
 
     A tree that a writer replaces meanwhile is read again. `limit` bounds each file's size; `kind`
-    is what `save_state` called it.
+    is what `save_record` called it.
     """
     for attempt in range(100):
         manifest = read_manifest(folder, name)
@@ -606,13 +606,13 @@ def load_tree(
 # States
 
 
-def save_state(folder: Path, name: str, kind: str, value: Any, facts: Mapping[str, Any]) -> None:
+def save_record(folder: Path, name: str, kind: str, value: Any, facts: Mapping[str, Any]) -> None:
     """Save a tree of tensors and plain values (`tree.pack`) with facts about it, as a `kind`."""
     tensors, skeleton = pack(value)
     save_tree(folder, name, tensors, {"kind": kind, "version": VERSION, **facts, "is": skeleton})
 
 
-def load_state(
+def load_record(
     folder: Path,
     name: str,
     kind: str,
@@ -620,7 +620,7 @@ def load_state(
     *,
     limit: int = TENSOR_LIMIT,
 ) -> tuple[Any, dict[str, Any]]:
-    """The value and the facts that `save_state` wrote; every tensor is used, none is missing.
+    """The value and the facts that `save_record` wrote; every tensor is used, none is missing.
 
     `types` are the NamedTuples the value may hold (`tree.named_tuples`).
     """

@@ -1,4 +1,4 @@
-"""Normalisation of the last dimension that is quick on CPU, too: to unit length, by the RMS."""
+"""Normalisation of the last dimension, to unit length or by its RMS, quick on CPUs too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 EPS = 1e-6
-"""What is added to squares in norms."""
+"""Added to squares in norms."""
 
 FEW = 8192
 """Numbers below which what counts is how many calls there are: torch's norm is one."""

@@ -68,14 +68,14 @@ class TwoLayer(NamedTuple):
 
     def read(self, x: Tensor) -> Tensor:
         """[..., N, Di] -> [..., N, Do]."""
-        y = self.activation.function(x @ self.w2.mT) @ self.w1.mT
+        y = self.activation(x @ self.w2.mT) @ self.w1.mT
         return x + y if self.residual else y
 
     def backward(self, x: Tensor, error: Tensor) -> tuple[Signal, ...]:
         """The error at the output as every layer's own signal."""
         z = x @ self.w2.mT  # [..., N, H]
         hidden = Signal(error @ self.w1 * self.activation.derivative(z), x)
-        return (Signal(error, self.activation.function(z)), hidden)
+        return (Signal(error, self.activation(z)), hidden)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:

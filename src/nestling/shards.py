@@ -1,4 +1,4 @@
-"""Tensors that FSDP2 (`fully_shard`) or `distribute_tensor` has cut over processes.
+"""Tensors that FSDP2 (`fully_shard`) or `distribute_tensor` has sharded over processes.
 
 They are told without importing `torch.distributed`; what makes or joins them imports it.
 """

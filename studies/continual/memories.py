@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, relu
 
+from nestling.checks import one_of
+
 __all__ = ["Fourier", "Memory", "Rectified", "from_least_squares", "one_place", "unit"]
 
 Map = Callable[[Tensor], Tensor]
@@ -108,8 +110,7 @@ class Memory:
         weight: float = 0.0,
         even: float = 0.0,
     ) -> None:
-        if read not in ("mean", "ridge", "lda"):
-            raise ValueError(f"read must be 'mean', 'ridge' or 'lda'; got {read!r}")
+        one_of("read", read, ("mean", "ridge", "lda"))
         if not shrink > 0.0:
             raise ValueError(f"shrink must be above 0; got {shrink}")
         if not 0.0 <= even <= 1.0:

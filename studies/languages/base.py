@@ -42,7 +42,7 @@ def recipe(data: Path, cache: Path) -> Recipe:
         if not (data / part).is_file():
             raise FileNotFoundError(f"{data / part}: needed to pretrain the base model")
     return Recipe(
-        model=Model(preset="tiny", mixer="hope_printed", fields=_FORM),
+        model=Model(preset="tiny", name="hope_printed", fields=_FORM),
         data=Data(
             train=tuple(str(data / part) for part in _CORPORA),
             valid=tuple(str(data / part) for part in _VALID),

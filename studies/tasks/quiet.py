@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from nestling.memories.linear import Gates
+from nestling.memories.linear import TokenGates
 from nestling.memories.steered import Steered
 from nestling.memories.titans import Titans
 
@@ -75,7 +75,7 @@ def watched(model: Any) -> Iterator[Callable[[], list[Tensor]]]:
             if isinstance(module, Steered | Titans):
                 rules.append((module, module.rule))
                 module.rule = _Seen(module.rule, module.config.heads, kept)  # type: ignore[assignment]
-            elif isinstance(module, Gates):
+            elif isinstance(module, TokenGates):
                 hooks.append(module.register_forward_hook(gated))
 
     def seen() -> list[Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nestling.evaluate.samples import Books, Tokens, Words
-from nestling.evaluate.suites import SUITES, Data, answer, samples
+from nestling.evaluate.suites import SUITES, Sources, answer, samples
 from nestling.files import write_atomic
 from nestling.models import NestlingForCausalLM, presets
 from nestling.report import Line, lines
@@ -55,9 +55,9 @@ SampleCounts = Mapping[tuple[str, str], Mapping[int, int]]
 """By suite and task: how many samples at each length."""
 
 
-def held_out(data: Path) -> Data:
+def held_out(data: Path) -> Sources:
     """Books that no model was trained on, and the texts of the suites."""
-    return Data(
+    return Sources(
         words=Words.load(data / "ruler_words"),
         books=Books(tuple(shelf(data, held_out=True))),
         babi=data / "babi",
@@ -68,7 +68,7 @@ def read(
     model: Any,
     plan: SampleCounts,
     *,
-    data: Data,
+    data: Sources,
     keep: Path,
     floor: float = 0.0,
     side_by_side: int = 20,

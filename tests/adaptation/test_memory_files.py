@@ -17,7 +17,7 @@ from tiny_models import tiny
 import nestling
 from nestling import rules
 from nestling.adaptation import load_learner, memory_files
-from nestling.files import BrokenFileError, load_state, save_state
+from nestling.files import BrokenFileError, load_record, save_record
 
 OPTIONS = {"chunks": [8, 16, 32], "rate": 0.1}
 
@@ -196,8 +196,8 @@ def test_facts_of_another_form_are_refused(tmp_path, learner, facts):
     """Right checksums over a description that no memory has."""
     learner.save(tmp_path)
     where = tmp_path, memory_files.NAME, memory_files.KIND
-    tree, found = load_state(*where, memory_files._types(learner.continuum))
-    save_state(*where, tree, found | facts)
+    tree, found = load_record(*where, memory_files._types(learner.continuum))
+    save_record(*where, tree, found | facts)
     for load in (learner.load, lambda folder: nestling.load_learner(learner.model, folder)):
         with pytest.raises(ValueError, match=str(tmp_path)):
             load(tmp_path)
@@ -232,8 +232,8 @@ def test_content_that_no_memory_has_is_refused(tmp_path, learner, change):
     """Right checksums over numbers that are none, other types, sizes and parts."""
     learner.save(tmp_path)
     where = tmp_path, memory_files.NAME, memory_files.KIND
-    tree, found = load_state(*where, memory_files._types(learner.continuum))
-    save_state(*where, change(tree), found)
+    tree, found = load_record(*where, memory_files._types(learner.continuum))
+    save_record(*where, change(tree), found)
     before = learner(tokens(20, 9)[None]).logits
     with pytest.raises(ValueError, match=str(tmp_path)):
         learner.load(tmp_path)

@@ -17,7 +17,7 @@ from nestling.adaptation import DriftWarning, Limits, memory_files
 from nestling.adaptation.metric import measure_metric
 from nestling.adaptation.own_text import own_texts, sample_text
 from nestling.continuum.fast import Reading
-from nestling.files import load_state, save_state
+from nestling.files import load_record, save_record
 from nestling.losses import pair_losses
 from tests.scripts import benchmark
 
@@ -314,11 +314,11 @@ def test_a_memory_with_texts_that_are_none_is_refused(tmp_path, probes):
     learner.learn(phrase(1), name="mine")
     learner.save(tmp_path)
     where = tmp_path, memory_files.NAME, memory_files.KIND
-    tree, facts = load_state(*where, memory_files._types(learner.continuum))
-    save_state(*where, tree._replace(probes=probes), facts)
+    tree, facts = load_record(*where, memory_files._types(learner.continuum))
+    save_record(*where, tree._replace(probes=probes), facts)
     with pytest.raises(ValueError, match=r"not token ids|no list of texts"):
         nestling.load_learner(model, tmp_path)
-    save_state(*where, tree, facts | {"watched": 2})
+    save_record(*where, tree, facts | {"watched": 2})
     with pytest.raises(ValueError, match="its texts and its description do not agree"):
         nestling.load_learner(model, tmp_path)
 

@@ -74,7 +74,7 @@ def test_eval_measures_a_file(folder, tmp_path, capsys):
         (["generate", "runs/tiny/model"], "there is no such folder (a name on the hub is NAME or"),
         (["eval", "/nowhere/model"], "give a file to read, or --tasks"),
         (["eval", "/nowhere/model", "/nowhere/text"], "/nowhere/text: no such file"),
-        (["train", "tinny"], "unknown recipe 'tinny'; known: tiny"),
+        (["train", "tinny"], "recipe must be one of tiny, stream, "),
         (["demo", "--steps", "0"], "must be at least 1"),
     ],
 )

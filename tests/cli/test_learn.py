@@ -51,7 +51,7 @@ def text(tmp_path):
     return str(path)
 
 
-LEVELS = ["--levels", "16,64,256", "--rate", "0.2"]
+LEVELS = ["--chunks", "16,64,256", "--rate", "0.2"]
 
 
 def test_learning_and_writing_with_a_memory(model, text, tmp_path, capsys):
@@ -293,18 +293,18 @@ def test_a_stopped_run_goes_on_to_the_passes_it_was_given(model, text, tmp_path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--levels", "64,x"], "--levels: must be a whole number; got 'x'"),
+        (["--chunks", "64,x"], "--chunks: must be a whole number; got 'x'"),
         (["--rate", "fast"], "--rate: must be a number"),
         (["--rate", "0.1,0.2,0.3"], "rate: one for all levels or 2"),
-        (["--rule", "sdg"], "rule must be a Rule or one of natural, gd"),
-        (["--levels", "512,64"], "rising order; got [512, 64]"),
+        (["--rule", "sdg"], "rule must be one of natural, gd"),
+        (["--chunks", "512,64"], "rising order; got [512, 64]"),
         (["--passes", "0"], "--passes: must be at least 1"),
         (["--out", "nodir/x.html"], "--out: there is no folder nodir"),
         (["--layers", "last"], "layers must be None"),
         (["--layers", "0,9"], "the model has layers 0 to 1"),
         (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--out", "timeline.png"], "--out: must end in .html or .svg"),
-        (["--limit", "0"], "--limit: must be a finite number above 0"),
+        (["--drift", "0"], "--drift: must be a finite number above 0"),
     ],
 )
 def test_mistakes_get_one_line(model, text, tmp_path, arguments, said, capsys):

@@ -10,7 +10,7 @@ from nestling.cli import main
 from nestling.cli.tune import _best
 from nestling.models import presets
 from nestling.train.recipe import changed, get_recipe
-from nestling.train.search import Axis, apply, halton, read_space, tpe
+from nestling.train.search import Axis, at_point, halton, read_space, tpe
 
 SMALL = (
     "run.steps=2",
@@ -66,12 +66,12 @@ def test_keys_of_levels_reach_the_levels():
     recipe = get_recipe("hope")
     levels = presets.tiny("hope").levels
     point = {"level.fast.rate": "0.7", "level.slow.chunk": "1024", "optim.lr": "0.01"}
-    made = apply(recipe, point, levels)
+    made = at_point(recipe, point, levels)
     found = {level["name"]: level for level in made.model.fields["levels"]}
     assert (found["fast"]["rate"], found["slow"]["chunk"], made.optim.lr) == (0.7, 1024, 0.01)
     assert found["middle"] == next(level for level in levels if level["name"] == "middle")
     with pytest.raises(ValueError, match=r"level\.NAME\.rate.*fast, middle, slow"):
-        apply(recipe, {"level.quick.rate": "1"}, levels)
+        at_point(recipe, {"level.quick.rate": "1"}, levels)
 
 
 def test_a_recipe_is_the_changes_it_shows():
@@ -125,7 +125,7 @@ def test_mistakes_are_told_before_any_work(tmp_path, capsys):
         (["tune", "tiny", "level.quick.rate=1..2"], "level.NAME.rate"),
         (["tune", "tiny", "--trials", "0"], "--trials: must be at least 1"),
         (["tune", "tiny", "--minutes", "nan"], "--minutes: must be above 0"),
-        (["tune", "none"], "unknown recipe"),
+        (["tune", "none"], "recipe must be one of tiny, "),
         (
             ["tune", "tiny", "model.preset=Size"],
             "model.preset must be one of tiny, small, base, ",

@@ -166,7 +166,7 @@ def test_order_of_definition_2_is_checked():
         Description("t", [Component(name="a", kind="x", clock="step", needs=("ghost",))])
     with pytest.raises(ValueError, match="names must differ"):
         Description("t", [slow, slow])
-    with pytest.raises(ValueError, match="clock must be one of"):
+    with pytest.raises(ValueError, match=r"clock must be one of .*; got"):
         Component(name="a", kind="x", clock="hour")
 
 

@@ -8,7 +8,7 @@ import torch
 from nestling.norm import unit
 from nestling.objectives import dot, l2
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying.naive import errors, scan_naive, step
+from nestling.scan.self_modifying.naive import errors, self_modifying_naive, step
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip
 
 D, T = 4, 7
@@ -145,7 +145,7 @@ def test_chunks_take_everything_at_their_start(deep):
         at = running if t % 3 == 0 else at
         y, running = step(rule, running, at, token(inputs, t))
         want.append(y)
-    for scan, position in ((scan_naive, zero), (scan_self_modifying, 0)):
+    for scan, position in ((self_modifying_naive, zero), (scan_self_modifying, 0)):
         y, end, start = scan(rule, inputs, weights, weights, position)
         torch.testing.assert_close(y, torch.stack(want, 1))
         torch.testing.assert_close(end.first, running.first)
@@ -179,6 +179,6 @@ def test_matrix_memories_written_out(objective):
         )
     at = Weights(start)
     _, end, _ = scan_self_modifying(rule, inputs, at, at, 0)
-    _, naive, _ = scan_naive(rule, inputs, at, at, torch.zeros(1, dtype=torch.int64))
+    _, naive, _ = self_modifying_naive(rule, inputs, at, at, torch.zeros(1, dtype=torch.int64))
     torch.testing.assert_close(end.first[0, 0], memory)
     torch.testing.assert_close(naive.first[0, 0], memory)

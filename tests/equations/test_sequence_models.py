@@ -43,10 +43,10 @@ def context(*batch, outputs=DO):
     return Context(double(*batch, T, DI), double(*batch, T, outputs), double(*batch, T, DI))
 
 
-def scanned(memory, flow, rate=1.0, retain=1.0, rule="gd"):
+def scanned(memory, flow, rate=1.0, retain=1.0, erase=False):
     """The same recurrence by the scan kernel's reference."""
     gate = torch.ones(*flow.keys.shape[:-1], dtype=torch.float64)
-    return scan_naive(memory, *flow[:2], rate * gate, retain * gate, flow.queries, rule=rule)
+    return scan_naive(memory, *flow[:2], rate * gate, retain * gate, flow.queries, erase=erase)
 
 
 SQUARE = pytest.mark.parametrize("outputs", [DI, DO], ids=["square", "oblong"])
@@ -137,7 +137,7 @@ def test_delta_net_descends_the_l2_loss_and_takes_out_what_it_replaces(batch):
         expected = expected @ (eye - rate * k @ k.mT) + rate * v @ k.mT
         close(expected, leaf.detach() - rate * grad)
     close(memory, expected)
-    for ours, kernel in zip((reads, memory), scanned(start, flow, rate, rule="dgd"), strict=True):
+    for ours, kernel in zip((reads, memory), scanned(start, flow, rate, erase=True), strict=True):
         close(ours, kernel)
     unit = functional.normalize(flow.keys, dim=-1)
     last = Context(unit, flow.values, unit)

@@ -23,7 +23,7 @@ from nestling.evaluate.samples import (
     parse_lengths,
     sentences,
 )
-from nestling.evaluate.suites import SUITES, Data, answer, evaluate, samples
+from nestling.evaluate.suites import SUITES, Sources, answer, evaluate, samples
 from nestling.models import NestlingForCausalLM, byte_tokenizer, presets
 
 ESSAY = " ".join(f"This is sentence number {n} of the first book." for n in range(400))
@@ -37,7 +37,7 @@ STORY = babilong.Story(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     """Everything the suites need, made up."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "babi").mkdir()
@@ -52,8 +52,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
         "outputs": ["I", "so"],
     }
     (folder / "qasper_leval" / "papers.jsonl").write_text(json.dumps(paper) + "\n")
-    found = Data.load(folder)
-    return Data(words=PLAIN_WORDS, books=BOOKS, babi=found.babi, qasper=found.qasper)
+    found = Sources.load(folder)
+    return Sources(words=PLAIN_WORDS, books=BOOKS, babi=found.babi, qasper=found.qasper)
 
 
 def one(task: str, length: int, seed: int = 0) -> Sample:
@@ -371,10 +371,10 @@ def test_bad_requests_are_one_sentence(data, tmp_path):
         longhealth.sample(100, 0)
     with pytest.raises(ValueError, match=r"suite must be one of ruler.*got 'rulers'"):
         samples("rulers", "s1", 10, data=data, count=1)
-    with pytest.raises(ValueError, match=r"ruler has the tasks .*got 'qa1'"):
+    with pytest.raises(ValueError, match=r"task of ruler must be one of .*got 'qa1'"):
         samples("ruler", "qa1", 10, data=data, count=1)
     with pytest.raises(ValueError, match="this task needs babi"):
-        next(samples("babilong", "qa1", 0, data=Data(books=BOOKS), count=1))
+        next(samples("babilong", "qa1", 0, data=Sources(books=BOOKS), count=1))
     with pytest.raises(ValueError, match="no adjectivelist"):
         Words.load(tmp_path)
     with pytest.raises(ValueError, match="no books"):
@@ -401,7 +401,7 @@ def test_a_long_sample_is_never_in_memory(suite, task, data):
 
 
 def test_real_data_gives_the_real_tasks(shared_data):
-    data = Data.load(shared_data)
+    data = Sources.load(shared_data)
     assert len(data.words.all) == 8166
     (sample,) = samples("babilong", "qa1", 4096, data=data, count=1)
     assert sample.answers[0] in babilong.LABELS["qa1"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nestling.norm import unit
-from nestling.scan.self_modifying.naive import scan_naive
+from nestling.scan.self_modifying.naive import self_modifying_naive
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
 
 ALL = os.environ.get("NESTLING_KERNELS") == "all"
@@ -117,4 +117,4 @@ def reference(
         Weights(start.first.double()),
     )
     where = torch.full((inputs.x.shape[0],), position)
-    return outcome(scan_naive, rule, case, where)
+    return outcome(self_modifying_naive, rule, case, where)

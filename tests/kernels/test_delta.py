@@ -40,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
     "reads before writes": {"tokens": 21, "chunk": 16, "read": "before"},
     "retain of 0, rate of 0": {"tokens": 37, "chunk": 32, "zeros": True},
     "retain of 0, reads before writes": {"tokens": 20, "zeros": True, "read": "before"},
-    "Hebbian": {"tokens": 21, "chunk": 16, "rule": "gd", "zeros": True},
-    "Hebbian, reads before writes": {"tokens": 18, "chunk": 16, "rule": "gd", "read": "before"},
+    "Hebbian": {"tokens": 21, "chunk": 16, "erase": False, "zeros": True},
+    "Hebbian, reads before writes": {"tokens": 18, "chunk": 16, "erase": False, "read": "before"},
     "no queries": {"tokens": 20, "chunk": 16, "queries": False},
     "one chunk, odd widths": {"lead": (2, 1), "tokens": 5, "inner": 5, "outer": 19},
 }

@@ -74,10 +74,10 @@ def through_fla(given: Case, kernels: Any) -> dict[str, Tensor]:
     return Mapped(given.tensors, given.options).gradients()
 
 
-@pytest.mark.parametrize("rule", ["dgd", "gd"])
+@pytest.mark.parametrize("erase", [True, False])
 @pytest.mark.parametrize("read", ["after", "before"])
-def test_outputs_and_gradients(rule: str, read: str, kernels: Any) -> None:
-    given = case((2,), 6, 8, 8, rule=rule, read=read).to(torch.float32)
+def test_outputs_and_gradients(erase: bool, read: str, kernels: Any) -> None:
+    given = case((2,), 6, 8, 8, erase=erase, read=read).to(torch.float32)
     with torch.no_grad():  # (where the logarithm of retain is steep, float32 is not enough)
         given.tensors["retain"].clamp_min_(0.05)
     found = through_fla(given, kernels)

@@ -13,7 +13,7 @@ from nestling.memories import SelfModifying, SelfModifyingConfig
 from nestling.objectives import l2
 from nestling.scan import any_order, scan_self_modifying
 from nestling.scan.self_modifying import triton as kernels
-from nestling.scan.self_modifying.op import choose
+from nestling.scan.self_modifying.api import choose
 from nestling.scan.self_modifying.rule import SelfRule, Weights
 from tests.kernels.cases import ALL, SHAPES, close, outcome, reference, self_case
 from tests.kernels.interpreter import hurry

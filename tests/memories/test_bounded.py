@@ -134,7 +134,7 @@ def test_only_residual_memories_outlive_a_long_stream():
         ({"heads": 3}, "heads must divide width"),
         ({"chunk": 0}, "chunk must be a whole number of at least 1"),
         ({"chunk": 64, "chunk_others": 48}, "one a multiple of the other"),
-        ({"objective": "l1"}, "objective must be 'dot' or 'l2'"),
+        ({"objective": "l1"}, "objective must be one of dot, l2; got 'l1'"),
         ({"adaptive": ("k", "w")}, "adaptive must be some of"),
         ({"retain_max": 1.0}, "retain_max must be in"),
         ({"clip": 0.0}, "clip must be positive"),

@@ -118,7 +118,11 @@ def test_groups_are_mappings_and_go_with_options_outside_of_them():
         (SelfModifyingConfig, {"retention": Retention()}, "retention must be a mapping"),
         (SelfModifyingConfig, {"rates": Rates()}, "rates must be a mapping"),
         (SelfModifyingConfig, {"retention": {"most": 0.9}, "retain_max": 0.8}, "given twice"),
-        (SelfModifyingConfig, {"learning": {"objective": "l1"}}, "objective must be 'dot' or 'l2'"),
+        (
+            SelfModifyingConfig,
+            {"learning": {"objective": "l1"}},
+            "objective must be one of dot, l2; got 'l1'",
+        ),
         (TitansConfig, {"erase": True}, "titans has no option erase .* 'self_modifying' with"),
         (TitansConfig, {"adaptive": ["k"]}, "titans has no option adaptive"),
         (TitansConfig, {"expansion": 0}, "expansion must be a whole number of at least 1; got 0"),

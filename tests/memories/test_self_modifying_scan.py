@@ -9,9 +9,9 @@ from nestling.memories import SelfModifying, SelfModifyingConfig, configure
 from nestling.norm import unit
 from nestling.objectives import l2
 from nestling.scan.self_modifying import scan_self_modifying
-from nestling.scan.self_modifying.naive import scan_naive
-from nestling.scan.self_modifying.op import ALL as EVERYTHING
-from nestling.scan.self_modifying.op import STARTS, scan_operator
+from nestling.scan.self_modifying.api import ALL as EVERYTHING
+from nestling.scan.self_modifying.api import STARTS, scan_operator
+from nestling.scan.self_modifying.naive import self_modifying_naive
 from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights
 
 B, D, F = 3, 4, 5
@@ -74,7 +74,7 @@ def compare(rule, tokens, position, function=scan_self_modifying, **options):
     grads, results = [], []
     mine = position if isinstance(position, int) else torch.tensor(position)
     naive = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
-    for scan, where in ((scan_naive, naive), (function, mine)):
+    for scan, where in ((self_modifying_naive, naive), (function, mine)):
         inputs, weights, start = case(rule, tokens, **options)
         params = leaves(inputs._replace(erase=None), weights, start)  # what it erases is constant
         for p in params:
@@ -142,7 +142,7 @@ def test_static_projections_take_the_matrix_scan(name, adding, recompute, monkey
     def scan(rule, inputs, weights, start, position):
         return scan_self_modifying(rule, inputs, weights, start, position, recompute)
 
-    monkeypatch.setattr("nestling.scan.self_modifying.op.scan_operator", never)
+    monkeypatch.setattr("nestling.scan.self_modifying.api.scan_operator", never)
     for segment in (1, 100, 1 << 18):
         monkeypatch.setattr("nestling.scan.delta.kernel.SEGMENT", segment)
         for tokens, position in ((12, 0), (15, 0), (2, 1), (5, 3), (14, 6)):
@@ -223,7 +223,7 @@ def test_one_token_without_gradients(name, position):
         options = {"valid": valid, "residual": residual, "adding": residual}
         inputs, weights, start = case(RULES[name], 1, **options)
         where = torch.full((B,), position) if isinstance(position, int) else torch.tensor(position)
-        want = scan_naive(RULES[name], inputs, weights, start, where)
+        want = self_modifying_naive(RULES[name], inputs, weights, start, where)
         mine = where if isinstance(position, list) or valid else position
         got = scan_self_modifying(RULES[name], inputs, weights, start, mine)
         for a, b in zip(leaves(want), leaves(got), strict=True):

@@ -9,7 +9,7 @@ import torch
 
 from nestling.memories import Steered, SteeredConfig, configure
 from nestling.memories.core import same_position
-from nestling.memories.steered import write_and_read
+from nestling.memories.steered import read_then_write
 from nestling.norm import rms_norm, unit
 from nestling.scan.self_modifying.rule import clip
 from nestling.tree import tree_leaves
@@ -197,8 +197,7 @@ def test_rows_stay_below_the_bound_against_an_adversary(options):
         value = torch.zeros(1, HEADS, 1, 6, dtype=torch.float64)
         value[..., 0] = given["clip"] * sign
         found = rule.rate_and_retain(torch.full((1, HEADS, 1, 2), 50.0).double())
-        kind = "dgd" if rule.erase else "gd"
-        _, state = write_and_read(memory.config, kind, state, key, value, key, *found)
+        _, state = read_then_write(memory.config, rule.erase, state, key, value, key, *found)
         longest = max(longest, float(state.norm(dim=-1).max()))
     assert 0 < longest <= bound * (1 + 1e-9)
     assert not rule.erase or math.isfinite(bound)

@@ -46,7 +46,7 @@ def mlp():
 def mlp_loss(weights, item):
     x, target = item
     for name in ("first", "second"):
-        x = gelu.function(x @ weights[name].mT)
+        x = gelu(x @ weights[name].mT)
     return 0.5 * (x @ weights["third"].mT - target).square().mean(0).sum()
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.scan import MomentumState, scan
+from nestling.scan import MatrixAndVelocity, scan
 
 DOUBLE = torch.float64
 
@@ -22,7 +22,7 @@ class Case(NamedTuple):
         given = dict(self.tensors)
         state = given.pop("state")
         if "velocity" in given:
-            state = MomentumState(state, given.pop("velocity"))
+            state = MatrixAndVelocity(state, given.pop("velocity"))
         return scan(state, **given, **(self.options | changes))
 
     def gradients(self, *, seed: int = 7, **changes: Any) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ class Case(NamedTuple):
         reads, state = self.run(**changes)
         outputs = (
             {"end": state.weight, "moving": state.velocity}
-            if isinstance(state, MomentumState)
+            if isinstance(state, MatrixAndVelocity)
             else {"end": state}
         )
         if reads is not None:

@@ -32,15 +32,15 @@ def linear(q, k, v, g, scale, initial_state, output_final_state):  # type: ignor
     return torch.stack(out, 1), memory
 
 
-@pytest.mark.parametrize("rule", ["dgd", "gd"])
+@pytest.mark.parametrize("erase", [True, False])
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("lead", [(), (2, 3)])
-def test_mapping(rule: str, read: str, lead: tuple[int, ...]) -> None:
+def test_mapping(erase: bool, read: str, lead: tuple[int, ...]) -> None:
     given: dict[str, Tensor] = {
         k: v.detach() for k, v in case(lead, 7).to(torch.float32).tensors.items()
     }
-    found = map_to_fla((delta, linear), **given, rule=rule, read=read)
-    expected = scan(**given, rule=rule, read=read, backend="naive")
+    found = map_to_fla((delta, linear), **given, erase=erase, read=read)
+    expected = scan(**given, erase=erase, read=read, backend="naive")
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 

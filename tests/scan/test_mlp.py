@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nestling.activations import gelu, linear, relu, silu, tanh
 from nestling.objectives import dot, l2
 from nestling.scan import MLPState, mlp_naive, scan_mlp
-from nestling.scan.deep.types import gelu, silu
 
 
 class Case(NamedTuple):
@@ -65,11 +65,11 @@ def close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
 VARIANTS = st.fixed_dictionaries(
     {
         "objective": st.sampled_from([l2, dot]),
-        "rule": st.sampled_from(["dgd", "gd"]),
+        "erase": st.booleans(),
         "read": st.sampled_from(["after", "before"]),
         "clip": st.sampled_from([None, 0.4]),
         "bound_inputs": st.booleans(),
-        "sigma": st.sampled_from([silu, gelu]),
+        "sigma": st.sampled_from([silu, gelu, tanh, relu, linear]),
         "recompute": st.booleans(),
         "momentum": st.booleans(),
         "reads": st.booleans(),
@@ -102,10 +102,10 @@ def test_float32_at_real_size(objective):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("objective", "rule", "clip"), [(l2, "dgd", 0.4), (dot, "gd", None)])
-def test_gradcheck(objective, rule, clip, recompute):
+@pytest.mark.parametrize(("objective", "erase", "clip"), [(l2, True, 0.4), (dot, False, None)])
+def test_gradcheck(objective, erase, clip, recompute):
     c = case((1,), 5, 2, 3)
-    options: dict[str, Any] = {"objective": objective, "rule": rule, "clip": clip, "chunk": 2}
+    options: dict[str, Any] = {"objective": objective, "erase": erase, "clip": clip, "chunk": 2}
 
     def function(w1: Tensor, w2: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         y, state = scan_mlp(MLPState(w1, w2), *inputs, recompute=recompute, check=False, **options)
@@ -114,13 +114,13 @@ def test_gradcheck(objective, rule, clip, recompute):
     assert torch.autograd.gradcheck(function, c[:7])
 
 
-@pytest.mark.parametrize("rule", ["dgd", "gd"])
+@pytest.mark.parametrize("erase", [True, False])
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("function", [scan_mlp, mlp_naive])
-def test_split_anywhere(function, momentum, rule):
+def test_split_anywhere(function, momentum, erase):
     c = case(tokens=13)
     theta = c.momentum if momentum else None
-    how: dict[str, Any] = {"chunk": 4, "clip": 0.7, "rule": rule}
+    how: dict[str, Any] = {"chunk": 4, "clip": 0.7, "erase": erase}
     whole, end = function(MLPState(c.w1, c.w2), *c[2:6], c.queries, momentum=theta, **how)
     for cuts in ([0, 1, 13], [0, 3, 4, 5, 13], [0, 6, 7, 12, 13], list(range(14))):
         state, reads = MLPState(c.w1, c.w2), []
@@ -219,7 +219,7 @@ def test_low_precision_reads_keep_their_dtype():
         ({"retain": torch.full((2, 11), 1.5, dtype=torch.float64)}, ValueError, "retain must be"),
         ({"v": torch.zeros(2, 11, 4, dtype=torch.float64)}, ValueError, "v must have shape"),
         ({"x": torch.zeros(2, 11, 3, dtype=torch.int64)}, TypeError, "x must be a floating"),
-        ({"rule": "sgd"}, ValueError, "rule must be one of"),
+        ({"erase": "dgd"}, TypeError, "erase must be True .* got .dgd."),
         ({"objective": "l2"}, ValueError, "objective must be"),
         ({"chunk": 0}, ValueError, "chunk must be at least 1"),
         ({"clip": 0.0}, ValueError, "clip must be a positive"),

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestling.scan import MomentumState, scan, scan_naive
+from nestling.scan import MatrixAndVelocity, scan, scan_naive
 from tests.scan.scan_cases import DOUBLE, Case, case, worst
 
-BOTH = pytest.mark.parametrize("rule", ["dgd", "gd"])
+BOTH = pytest.mark.parametrize("erase", [True, False])
 CHUNKED = pytest.mark.parametrize("backend", ["chunk", "chunk_autograd"])
 
 cases = st.builds(
@@ -23,7 +23,7 @@ cases = st.builds(
     queries=st.booleans(),
     momentum=st.booleans(),
     zeros=st.booleans(),
-    rule=st.sampled_from(["dgd", "gd"]),
+    erase=st.booleans(),
     read=st.sampled_from(["after", "before"]),
     chunk=st.sampled_from([1, 2, 3, 4, 7, 8, 16, 64]),
     recompute=st.booleans(),
@@ -46,14 +46,14 @@ def test_chunked_equals_naive_on_random_shapes(drawn: Case) -> None:
 @BOTH
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("momentum", [False, True])
-def test_gradcheck(rule: str, read: str, backend: str, momentum: bool) -> None:
-    drawn = case((2,), 7, 3, 2, rule=rule, read=read, chunk=4, backend=backend, momentum=momentum)
+def test_gradcheck(erase: bool, read: str, backend: str, momentum: bool) -> None:
+    drawn = case((2,), 7, 3, 2, erase=erase, read=read, chunk=4, backend=backend, momentum=momentum)
 
     def outputs(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         reads, state = Case(dict(zip(drawn.tensors, leaves, strict=True)), drawn.options).run(
             check=False
         )
-        return (reads, *(state if isinstance(state, MomentumState) else (state,)))
+        return (reads, *(state if isinstance(state, MatrixAndVelocity) else (state,)))
 
     assert torch.autograd.gradcheck(outputs, tuple(drawn.tensors.values()), fast_mode=True)
 
@@ -79,13 +79,13 @@ def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @BOTH
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("cut", [0, 1, 6, 8, 13])
-def test_splitting_anywhere_changes_nothing(rule: str, momentum: bool, cut: int) -> None:
-    drawn = case((2,), 13, rule=rule, momentum=momentum, chunk=4)
+def test_splitting_anywhere_changes_nothing(erase: bool, momentum: bool, cut: int) -> None:
+    drawn = case((2,), 13, erase=erase, momentum=momentum, chunk=4)
     reads, end = drawn.run()
     tensors = {k: v.detach() for k, v in drawn.tensors.items()}
     velocity = tensors.pop("velocity", None)
     state = tensors.pop("state")
-    passed = state if velocity is None else MomentumState(state, velocity)
+    passed = state if velocity is None else MatrixAndVelocity(state, velocity)
     parts = []
     for piece in (slice(None, cut), slice(cut, None)):
         dims = dict.fromkeys(tensors, 1)  # tokens follow the one leading dimension
@@ -98,10 +98,10 @@ def test_splitting_anywhere_changes_nothing(rule: str, momentum: bool, cut: int)
 
 @CHUNKED
 @BOTH
-def test_rate_zero_and_retain_one_is_the_identity(rule: str, backend: str) -> None:
+def test_rate_zero_and_retain_one_is_the_identity(erase: bool, backend: str) -> None:
     given = {k: v.detach() for k, v in case((2,), 9).tensors.items()}
     given |= {"rate": torch.zeros(2, 9, dtype=DOUBLE), "retain": torch.ones(2, 9, dtype=DOUBLE)}
-    reads, end = scan(**given, rule=rule, chunk=4, backend=backend)
+    reads, end = scan(**given, erase=erase, chunk=4, backend=backend)
     assert torch.equal(end, given["state"])
     torch.testing.assert_close(reads, given["queries"] @ given["state"].mT)
 
@@ -120,10 +120,10 @@ def test_leading_dimensions_commute_with_stacking(backend: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("backend", ["naive", "chunk"])
-def test_momentum_zero_is_the_plain_rule(rule: str, backend: str) -> None:
-    drawn = case((2,), 11, momentum=True, rule=rule, chunk=4, backend=backend)
+def test_momentum_zero_is_the_plain_rule(erase: bool, backend: str) -> None:
+    drawn = case((2,), 11, momentum=True, erase=erase, chunk=4, backend=backend)
     given = {k: v.detach() for k, v in drawn.tensors.items()}
-    state = MomentumState(given.pop("state"), torch.zeros_like(given.pop("velocity")))
+    state = MatrixAndVelocity(given.pop("state"), torch.zeros_like(given.pop("velocity")))
     given["momentum"] = torch.zeros_like(given["momentum"])
     reads, end = scan(state, **given, **drawn.options)
     del given["momentum"]

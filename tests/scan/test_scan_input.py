@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestling.scan import MomentumState, scan, scan_naive
+from nestling.scan import MatrixAndVelocity, scan, scan_naive
 from tests.scan.scan_cases import case
 
 GOOD = {k: v.detach() for k, v in case((2,), 6, 4, 3, dtype=torch.float32).tensors.items()}
@@ -28,12 +28,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"queries": GOOD["u"]}, ValueError, r"queries must have shape \[..., T, Di\]"),
     ({"state": GOOD["state"][:1]}, ValueError, "state must have shape"),
     ({"state": [1.0]}, TypeError, "state must be a tensor; got list"),
-    ({"rule": "adam"}, ValueError, "rule must be one of dgd, gd; got 'adam'"),
+    ({"erase": "dgd"}, TypeError, r"erase must be True \(.*\) or False; got 'dgd'"),
     ({"read": "during"}, ValueError, "read must be one of after, before; got 'during'"),
     ({"chunk": 0}, ValueError, "chunk must be at least 1; got 0"),
     ({"chunk": 2.0}, TypeError, "chunk must be a whole number"),
-    ({"momentum": GOOD["rate"]}, TypeError, "state must be a MomentumState"),
-    ({"state": MomentumState(GOOD["state"], GOOD["state"])}, TypeError, "momentum None"),
+    ({"momentum": GOOD["rate"]}, TypeError, "state must be a MatrixAndVelocity"),
+    ({"state": MatrixAndVelocity(GOOD["state"], GOOD["state"])}, TypeError, "momentum None"),
 ]
 
 
@@ -45,12 +45,12 @@ def test_wrong_input(function: Any, wrong: dict, error: type[Exception], message
 
 
 def test_wrong_momentum() -> None:
-    state = MomentumState(GOOD["state"], GOOD["state"])
+    state = MatrixAndVelocity(GOOD["state"], GOOD["state"])
     given = GOOD | {"state": state, "momentum": GOOD["rate"] + 1}
     with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\]"):
         scan(**given)
     with pytest.raises(ValueError, match=r"state.velocity must have shape"):
-        scan(**(given | {"state": MomentumState(GOOD["state"], GOOD["state"][:1])}))
+        scan(**(given | {"state": MatrixAndVelocity(GOOD["state"], GOOD["state"][:1])}))
 
 
 def test_unknown_backend() -> None:

@@ -23,11 +23,11 @@ def one_token(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("read", ["before", "after"])
-@pytest.mark.parametrize("rule", ["dgd", "gd"])
-def test_a_step_is_one_token_of_the_loop(rule, read):
+@pytest.mark.parametrize("erase", [True, False])
+def test_a_step_is_one_token_of_the_loop(erase, read):
     given = one_token()
     assert takes(*given)
-    found, wanted = ([*way(*given, rule=rule, read=read)] for way in (scan, scan_naive))
+    found, wanted = ([*way(*given, erase=erase, read=read)] for way in (scan, scan_naive))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     flow = [torch.randn_like(part) for part in wanted]
@@ -40,7 +40,7 @@ def test_what_is_no_step_goes_the_longer_way():
     state, x, u, rate, retain, q = one_token(torch.float32)
     for given in ((state, x.bfloat16(), u, rate, retain, q), (state, x, u, rate, retain, None)):
         assert not takes(*given)
-        found, wanted = scan(*given, rule="dgd"), scan_naive(*given, rule="dgd")
+        found, wanted = scan(*given, erase=True), scan_naive(*given, erase=True)
         for one, other in zip(found, wanted, strict=True):
             assert (one is None) == (other is None)
             if one is not None:

@@ -12,7 +12,7 @@ import torch
 
 from nestling.evaluate import babilong
 from nestling.evaluate.samples import Books, Sample, Tokens
-from nestling.evaluate.suites import Data
+from nestling.evaluate.suites import Sources
 from nestling.models import presets
 from studies import babilong as study_babilong
 from studies import context as study_context
@@ -286,7 +286,7 @@ def test_reading_goes_on_where_it_stopped_and_gives_up_at_the_floor(tmp_path, mo
 
     monkeypatch.setattr(reading, "answer", answer)
     plan = {("babilong", t): {1024: 3, 4096: 2, 8192: 2} for t in ("qa1", "qa4")}
-    given = {"data": Data(books=BOOKS, babi=data / "babi"), "keep": tmp_path / "read.json"}
+    given = {"data": Sources(books=BOOKS, babi=data / "babi"), "keep": tmp_path / "read.json"}
     found = reading.read(None, plan, floor=0.3, **given)
     for task in ("qa1", "qa4"):
         assert {n: one["scores"] for n, one in found[task].items()} == {

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from nestling.models import NestlingForCausalLM, presets
 from nestling.train.batches import Batch
+from nestling.train.parts import check
 from nestling.train.recipe import changed, get_recipe
 from nestling.train.step import loss_sum
-from nestling.train.trainer import check, train
+from nestling.train.trainer import train
 
 LEVELS = [{"name": n, "chunk": c, "rate": 0.5} for n, c in (("fast", 8), ("slow", 16))]
 SMALL = [

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from nestling.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from nestling.train.recipe import get_recipe
+from nestling.train.trainer import _same_run
 
 SMALL = [
     "model.fields.hidden_size=32",
@@ -195,7 +198,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         ("model.fields.levels=" + "[" * 100_000, "model.fields: "),
         ("optim.options.x=" + "[" * 900 + "]" * 900, "optim.options for adamw: "),
         ("data.train=/nowhere/x.txt", "no such file or folder"),
-        ("model.mixer=hop", "model must be one of"),
+        ("model.name=hop", "model.name must be one of"),
+        ("model.mixer=hope", "did you mean model.name?"),
         ("optim.name=adam", "optim.name must be one of"),
         ("optim.lr=3e38", "optim.lr must be above 0 and at most 1e+37; got 3e+38"),
         ("optim.chunks=1,2", "one number for each of the 3 levels"),
@@ -220,3 +224,15 @@ def test_another_model_does_not_continue_a_run(tmp_path):
     code, said = finish(start(out, "run.steps=4", "model.fields.hidden_size=64"))
     assert code == 2
     assert "give the new run its own folder" in said
+
+
+def test_a_checkpoint_of_an_earlier_version_is_of_the_same_run(tmp_path):
+    """What was `model.mixer` is read as `model.name`."""
+    recipe = get_recipe("tiny")
+    old = recipe.to_json()
+    old["model"]["mixer"] = old["model"].pop("name")
+    _same_run(SimpleNamespace(facts={"recipe": old}), recipe, tmp_path)
+    old["model"] = {**old["model"], "mixer": "titans"}
+    del old["model"]["name"]
+    with pytest.raises(ValueError, match=r"model\.name='titans', not 'hope'"):
+        _same_run(SimpleNamespace(facts={"recipe": old}), recipe, tmp_path)

@@ -14,6 +14,7 @@ from nestling.adaptation.drift import Alarm, Limits
 from nestling.adaptation.learner import UNDO, Learner
 from nestling.adaptation.memory_files import read_meta
 from nestling.adaptation.slots import assign_levels, check_model
+from nestling.checks import one_of
 from nestling.continuum import Continuum, MemoryLevel, Slot
 from nestling.continuum.engine import TRANSFERS
 from nestling.continuum.fast import weight_of
@@ -105,11 +106,8 @@ def adapt(
     natural = _is_natural(rule)
     if transfer == "auto":
         transfer = "move" if natural and assign == "share" and len(chunks) > 1 else None
-    if transfer not in (None, "move", *TRANSFERS):
-        known = ", ".join(repr(name) for name in (None, "move", *TRANSFERS))
-        raise ValueError(f"transfer must be one of {known}; got {transfer!r}")
-    if matrices not in ("auto", "closing", "all"):
-        raise ValueError(f"matrices must be 'auto', 'closing' or 'all'; got {matrices!r}")
+    one_of("transfer", transfer, (None, "move", *TRANSFERS))
+    one_of("matrices", matrices, ("auto", "closing", "all"))
     layers = ("last third" if natural else None) if layers == "auto" else layers
     closing = matrices == "closing" or (matrices == "auto" and natural)
     count = len(chunks)
@@ -229,7 +227,7 @@ def _chunks(chunks: int | Sequence[int | float] | None) -> list[int | float]:
 
 
 def _is_natural(rule: str | Rule | Sequence[str | Rule]) -> bool:
-    """Whether all levels take natural steps: the surprises of a chunk serve all or none."""
+    """Whether all levels take natural steps; a mixture is refused."""
     given = [rule] if isinstance(rule, (str, Rule)) else list(rule)
     natural = [each == "natural" for each in given if isinstance(each, str) or each]
     if any(natural) and not all(natural):
@@ -273,8 +271,7 @@ def _each(value: Any, count: int, name: str, single: tuple[type, ...]) -> list[A
 def _named(rule: str | Rule) -> tuple[str, Rule]:
     if isinstance(rule, Rule):
         return ("gd" if rule is rules.identity else "custom"), rule
-    if rule not in RULES:
-        raise ValueError(f"rule must be a Rule or one of {', '.join(RULES)}; got {rule!r}")
+    one_of("rule", rule, RULES)
     return rule, RULES[rule]()
 
 

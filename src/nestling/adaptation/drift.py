@@ -137,7 +137,7 @@ def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) 
                 both = zip(before[number].fast, fast, strict=True)
                 fast = tuple(_between(old, new, share, rank) for old, new in both)
                 update = update._replace(step=update.step * share, distance=update.step * 0)
-                update = update._replace(distance=update.distance + norm(fast))
+                update = update._replace(distance=update.distance + joint_norm(fast))
             far = _number(update.distance)
             if math.isfinite(far) and far > limits.drift * base:
                 share = limits.drift * base / far
@@ -151,7 +151,7 @@ def trust_region(continuum: Continuum, norms: dict[str, float], limits: Limits) 
     return confine
 
 
-def norm(fast: Iterable[Fast]) -> float:
+def joint_norm(fast: Iterable[Fast]) -> float:
     """The norm of a level's differences together."""
     squares = (torch.as_tensor(differences.norm2(part)).detach() for part in fast)
     return math.sqrt(sum(float(each.sum()) for each in squares))
@@ -182,7 +182,7 @@ class Snapshots:
 
     @property
     def names(self) -> list[str]:
-        """The oldest first."""
+        """The names of the kept states, the oldest first."""
         return list(self._kept)
 
     def add(self, state: ContinuumState, name: str | None = None) -> str:

@@ -24,7 +24,7 @@ from nestling.adaptation.drift import (
     as_numbers,
     base_norms,
     find_alarm,
-    norm,
+    joint_norm,
     tree_bytes,
     trust_region,
     warn_refused,
@@ -171,7 +171,7 @@ class Learner:
         for number, level in enumerate(self.levels):
             last, state = self._last.get(level.name), self.state.levels[number]
             loss, gradient = (last.loss, last.grad_norm) if last else (math.nan, math.nan)
-            far = norm(state.fast) / self._norms[level.name]
+            far = joint_norm(state.fast) / self._norms[level.name]
             updates = int(state.updates[0])
             standing.append(Drift(level.name, level.chunk, updates, loss, gradient, far))
         return tuple(standing)
@@ -273,7 +273,7 @@ class Learner:
 
     @torch.no_grad()
     def own_loss(self) -> float:
-        """Mean loss of text the base model wrote by itself: what it rises by was forgotten."""
+        """Mean loss of text that the base model wrote by itself; its rise measures forgetting."""
         ids = own_texts(self.model).held_out
         return float(pair_losses(self(ids[:, :-1]).logits, ids[:, 1:]).double().mean())
 
@@ -310,7 +310,7 @@ class Learner:
 
         if isinstance(source, str) or name is not None or passes is not None:
             given = pieces(source, self.tokenizer, begin=True)
-            ids = torch.cat([check_range(piece, self._vocabulary) for piece in given])
+            ids = torch.cat([check_ids(piece, self._vocabulary) for piece in given])
             self._learn_text(ids, name or _name(source), passes, report, note)
         else:
             fresh = self.state.tokens.shape[1] == 0 and self.state.cache is None
@@ -420,7 +420,7 @@ class Learner:
         self._kept.add(label)
         waiting = torch.zeros(0, dtype=torch.long)
         for piece in source:
-            waiting = torch.cat([waiting, check_range(piece.cpu(), self._vocabulary)])
+            waiting = torch.cat([waiting, check_ids(piece.cpu(), self._vocabulary)])
             while len(waiting) >= (many := self._until_cut()) and not report.refused:
                 self._learn_piece(waiting[:many], report)
                 waiting = waiting[many:]
@@ -539,7 +539,7 @@ class Learner:
         """Levels that received something, within the drift they may have."""
         levels = list(state.levels)
         for number, level in enumerate(self.levels):
-            far, most = norm(levels[number].fast), self.limits.drift * self._norms[level.name]
+            far, most = joint_norm(levels[number].fast), self.limits.drift * self._norms[level.name]
             if math.isfinite(far) and far > most:
                 fast = tuple(differences.scale(part, most / far) for part in levels[number].fast)
                 levels[number] = levels[number]._replace(fast=fast)
@@ -555,7 +555,12 @@ class Learner:
         last = made[-1].loss if made else 0.0
         return [
             LevelUpdate(
-                state.position, self.levels[n].name, last, 0.0, 0.0, norm(state.levels[n].fast)
+                state.position,
+                self.levels[n].name,
+                last,
+                0.0,
+                0.0,
+                joint_norm(state.levels[n].fast),
             )
             for n in due
         ]
@@ -699,7 +704,7 @@ class Learner:
 
     def _ids(self, source: Any) -> Tensor:
         ids = encode(source, self.tokenizer, begin=True) if isinstance(source, str) else source
-        return check_range(as_ids(ids), self._vocabulary)
+        return check_ids(as_ids(ids), self._vocabulary)
 
 
 def passes_for(tokens: int) -> int:
@@ -831,7 +836,7 @@ def pieces(source: Any, tokenizer: Any, *, begin: bool) -> Iterator[Tensor]:
         )
 
 
-def check_range(ids: Tensor, vocabulary: int) -> Tensor:
+def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Refuse ids the model does not know."""
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
         raise ValueError(

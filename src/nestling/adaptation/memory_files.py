@@ -22,9 +22,9 @@ from nestling.files import (
     check_state,
     expect,
     fingerprint,
-    load_state,
+    load_record,
     read_facts,
-    save_state,
+    save_record,
 )
 from nestling.levels import LevelUpdate
 from nestling.tree import named_tuples, state_to, tree_leaves, tree_map
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     notes: Any
 
 
-def identity(learner: Learner) -> dict[str, Any]:
+def facts_to_match(learner: Learner) -> dict[str, Any]:
     """The facts that must be equal for a memory to fit: model, levels, and their places."""
     continuum, settings = learner.continuum, learner.settings
     return {
@@ -84,7 +84,7 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
     """Write a memory; the old one stays until the new one is complete."""
     texts = [*learner.texts, *([learner.begun] if learner.begun else [])]
     facts = {
-        **identity(learner),
+        **facts_to_match(learner),
         "position": state.position,
         "settings": learner.settings,
         "history": [list(update) for update in learner.history],
@@ -99,7 +99,7 @@ def save(folder: Path, learner: Learner, state: ContinuumState, notes: Any) -> N
         raise ValueError(f"notes must be something JSON can hold: {error}") from error
     before = tuple(tree_map(torch.Tensor.half, text.before) for text in texts)
     tree = MemoryTree(state, own_texts.drawn(learner.model), tuple(learner.probes), before)
-    save_state(folder, NAME, KIND, tree, facts)
+    save_record(folder, NAME, KIND, tree, facts)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -113,9 +113,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def load(folder: Path, learner: Learner) -> Saved:
     """Read a memory for this learner; raises BrokenFileError or ValueError, and changes nothing."""
     _must_be_there(folder)
-    tree, facts = load_state(folder, NAME, KIND, _types(learner.continuum))
+    tree, facts = load_record(folder, NAME, KIND, _types(learner.continuum))
     _check_facts(folder, facts)
-    _compare(folder, facts, identity(learner))
+    _compare(folder, facts, facts_to_match(learner))
     try:
         history = [LevelUpdate(*update) for update in facts["history"]]
     except TypeError as error:

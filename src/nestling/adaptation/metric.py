@@ -1,4 +1,4 @@
-"""Natural steps: learn a text where it costs least of what the model already says.
+"""Natural steps: learn a text with the least change to what the model says already.
 
 How much a small change `Delta` of a weight matrix moves a model's own predictions is, to second
 order, about `1/2 s tr(Delta A Delta^T)` nats per token: A is the second moment of the matrix's
@@ -76,9 +76,7 @@ def model_metric(engine: Engine, budget: float) -> Metric:
         return Metric(found[names], budget)
 
 
-def measure_metric(
-    engine: Engine, texts: Tensor, *, budget: float, size: int = 512, damping: float = DAMPING
-) -> Metric:
+def measure_metric(engine: Engine, texts: Tensor, *, budget: float, size: int = 512) -> Metric:
     """The metric of a model by its own `texts` [rows, length] (`own_text.sample_text`)."""
     model: Any = engine.model
     live = engine.live(engine.init(1))
@@ -95,11 +93,11 @@ def measure_metric(
     for number in range(len(engine.slots)):
         rows = [each[number] for each in found]
         inputs, surprises = (torch.cat([pair[side][0] for pair in rows]) for side in (0, 1))
-        costs.append(_cost(inputs, surprises, size, damping))
+        costs.append(_cost(inputs, surprises, size))
     return Metric(costs, budget)
 
 
-def _cost(inputs: Tensor, surprises: Tensor, size: int, damping: float) -> SlotCost:
+def _cost(inputs: Tensor, surprises: Tensor, size: int) -> SlotCost:
     """The inverse of the inputs' damped second moment, by its leading directions: [n, Di]."""
     exact = inputs.detach().to(torch.promote_types(inputs.dtype, torch.float32))
     count, width = exact.shape
@@ -107,7 +105,7 @@ def _cost(inputs: Tensor, surprises: Tensor, size: int, damping: float) -> SlotC
     moments = values.square()
     kept = min(size, len(moments))
     rest = float(moments[kept:].sum()) / max(width - kept, 1)
-    floor = max(damping * float(moments.sum()) / width + rest, 1e-30)
+    floor = max(DAMPING * float(moments.sum()) / width + rest, 1e-30)
     leading = (moments[:kept] - rest).clamp(min=0.0)
     outer = max(float(surprises.detach().double().square().mean()), 1e-30)
     return SlotCost(

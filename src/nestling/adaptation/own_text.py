@@ -49,7 +49,7 @@ class _Kept:
         return self.kept.get(model)
 
     def beside(self, model: Any) -> dict[Any, Any]:
-        """Room for what was measured by a model's sample; gone with it."""
+        """A place for measurements on a model's sample; they are dropped with it."""
         with self.lock:
             return self.found.setdefault(model, {})
 

@@ -37,7 +37,7 @@ ASSIGNMENTS = ("share", "split", "layers", "own")
 """How the levels divide the pretrained MLPs."""
 
 
-class Matrix(NamedTuple):
+class WeightMatrix(NamedTuple):
     """One weight matrix of an MLP: the parameter's name and its layer.
 
     `axis` is the one that runs over the MLP's hidden units, in the orientation outputs x inputs
@@ -59,14 +59,16 @@ class Matrix(NamedTuple):
         return self.weight.shape[stored] // (2 if self.fused else 1)
 
 
-def mlp_matrices(model: nn.Module, layers: Any = None, *, closing: bool = False) -> list[Matrix]:
+def mlp_matrices(
+    model: nn.Module, layers: Any = None, *, closing: bool = False
+) -> list[WeightMatrix]:
     """The MLP matrices of the chosen decoder layers, in the order of the layers.
 
     closing: only those that close an MLP.
     """
     prefix, blocks = _decoder(model)
     chosen = choose_layers(layers, len(blocks))
-    matrices: list[Matrix] = []
+    matrices: list[WeightMatrix] = []
     for number in chosen:
         found = _matrices_of(blocks[number], f"{prefix}.{number}", number)
         if not found:
@@ -171,7 +173,7 @@ def assign_levels(
     return tuple(slots)
 
 
-def _runs(matrix: Matrix, level: int, levels: int) -> list[Part]:
+def _runs(matrix: WeightMatrix, level: int, levels: int) -> list[Part]:
     """A level's share of the hidden units; two runs in a fused matrix."""
     units = matrix.hidden
     start, stop = units * level // levels, units * (level + 1) // levels
@@ -235,9 +237,9 @@ def _decoder(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda entry: len(entry[1]))
 
 
-def _matrices_of(block: nn.Module, prefix: str, layer: int) -> list[Matrix]:
+def _matrices_of(block: nn.Module, prefix: str, layer: int) -> list[WeightMatrix]:
     """All MLP matrices inside one decoder block."""
-    found: list[Matrix] = []
+    found: list[WeightMatrix] = []
     for name, module in block.named_modules():
         children = dict(module.named_children())
         for opens, close in PATTERNS:
@@ -253,7 +255,7 @@ def _matrices_of(block: nn.Module, prefix: str, layer: int) -> list[Matrix]:
     return found
 
 
-def _attention_output(block: nn.Module, prefix: str, layer: int) -> list[Matrix]:
+def _attention_output(block: nn.Module, prefix: str, layer: int) -> list[WeightMatrix]:
     """The matrix that closes a block's attention: what learns where all MLPs are experts."""
     for name, module in block.named_modules():
         if name.rpartition(".")[2] in OUTPUTS and _is_matrix(module):
@@ -262,9 +264,9 @@ def _attention_output(block: nn.Module, prefix: str, layer: int) -> list[Matrix]
     return []
 
 
-def _matrix(name: str, module: Any, layer: int, *, closes: bool) -> Matrix:
+def _matrix(name: str, module: Any, layer: int, *, closes: bool) -> WeightMatrix:
     fused = name.endswith("gate_up_proj.weight")
-    return Matrix(name, layer, int(closes), fused, _conv(module), module.weight)
+    return WeightMatrix(name, layer, int(closes), fused, _conv(module), module.weight)
 
 
 def _is_matrix(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from nestling.cli import Parser
 _EXAMPLES = """examples:
   nestling cost hope_760m --tokens 30e9 --gpus 8
   nestling cost hope_1b3 --tokens 100e9 --gpus 64 --gpu h100
-  nestling cost hope_1b3 --mixer transformer --length 32768
+  nestling cost hope_1b3 --model transformer --length 32768
 
 Operations are counted by running one block of the real width here; times follow from the makers'
 peak figures and --utilisation. They are estimates to plan with, not measurements."""
@@ -24,7 +24,7 @@ def parser() -> Parser:
         epilog=_EXAMPLES,
     )
     made.add_argument("preset", help="tiny, small, base, hope_760m or hope_1b3")
-    made.add_argument("--mixer", default="hope", help="hope, transformer, titans, ...")
+    made.add_argument("--model", default="hope", help="hope, transformer, titans, ...")
     made.add_argument("--tokens", type=float, default=30e9, help="tokens to train on (30e9)")
     made.add_argument("--gpus", type=int, default=8, help="how many (8)")
     made.add_argument("--gpu", default="h100", help="a100, h100 or b200")
@@ -40,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     from nestling.train.cost import cost
 
     one_of("preset", arguments.preset, presets.SIZES)
-    one_of("--mixer", arguments.mixer, presets.MODELS)
+    one_of("--model", arguments.model, presets.MODELS)
     plan = cost(
-        presets.configure(presets.SIZES[arguments.preset], arguments.mixer),
+        presets.configure(presets.SIZES[arguments.preset], arguments.model),
         tokens=arguments.tokens,
         gpus=arguments.gpus,
         gpu=arguments.gpu,

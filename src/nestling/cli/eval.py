@@ -128,15 +128,15 @@ def _with_memory(memory: Path, model: Any, tokenizer: Any) -> Any:
 
 def _suite(arguments: argparse.Namespace) -> dict[str, object]:
     from nestling.evaluate.samples import PLAIN_WORDS, Books, parse_lengths
-    from nestling.evaluate.suites import SUITES, Data, evaluate
+    from nestling.evaluate.suites import SUITES, Sources, evaluate
     from nestling.train.builtin_text import chronicles
 
     one_of("--suite", arguments.suite, SUITES)
     lengths = parse_lengths(arguments.lengths)
     if arguments.data is None:
-        data = Data(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
+        data = Sources(words=PLAIN_WORDS, books=Books((lambda: " ".join(chronicles(100)),)))
     else:
-        data = Data.load(arguments.data)
+        data = Sources.load(arguments.data)
     model, tokenizer = load(arguments)
     found: dict[str, object] = {}
     for result in evaluate(

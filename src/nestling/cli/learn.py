@@ -28,7 +28,7 @@ from nestling.cli.options import (
 _EXAMPLES = """examples:
   nestling learn nestling:small --from diary.txt --memory mine    # a small model that comes along
   nestling learn SmolLM2-135M-Instruct.Q4_1.gguf --from diary.txt --memory mine
-  nestling learn runs/tiny/model --from diary.txt --levels 64,512,4096 --memory mine
+  nestling learn runs/tiny/model --from diary.txt --chunks 64,512,4096 --memory mine
   nestling learn MODEL --from more.txt --memory mine          # goes on with the same memory
   nestling learn MODEL --from book.txt --memory mine --out timeline.html
   nestling learn MODEL --memory mine --undo diary.txt         # takes one text back
@@ -63,7 +63,7 @@ def parser() -> Parser:
     any_number = number(lambda value: True, "a number")
     new = made.add_argument_group("a new memory (a memory that exists has its own settings)")
     new.add_argument(
-        "--levels", type=several(whole()), help="tokens between updates, fastest first (64,512)"
+        "--chunks", type=several(whole()), help="tokens between updates, fastest first (64,512)"
     )
     new.add_argument(
         "--rate", type=several(any_number), help="for all levels, or one each (natural steps: 1)"
@@ -79,7 +79,12 @@ def parser() -> Parser:
     made.add_argument("--passes", type=whole(), help="how often each text is read (short ones: 4)")
     new.add_argument("--context", type=whole(), help="the model's own context, in tokens")
     positive = number(lambda value: 0 < value < math.inf, "a finite number above 0")
-    made.add_argument("--limit", type=positive, default=1.0, help="drift of a level at most (1)")
+    made.add_argument(
+        "--drift",
+        type=positive,
+        default=1.0,
+        help="how far a level may go, as a share of its weights' norm (1)",
+    )
     made.add_argument(
         "--forget",
         type=float,
@@ -133,7 +138,7 @@ def _learn(arguments: argparse.Namespace, texts: list[str]) -> int:
         _refuse(arguments.memory, settings)
     elif not texts:
         raise ValueError(f"{arguments.memory}: no memory there; --from FILE makes one")
-    limits = Limits(drift=arguments.limit, forget=arguments.forget)
+    limits = Limits(drift=arguments.drift, forget=arguments.forget)
     keep_memory()
     model, tokenizer = load(arguments)
     options: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
@@ -244,9 +249,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings of a new memory, from the arguments that were given."""
     settings: dict[str, Any] = {}
-    if arguments.levels is not None:
-        settings["chunks"] = arguments.levels
-    for name in ("rate", "retain"):
+    for name in ("chunks", "rate", "retain"):
         if (values := getattr(arguments, name)) is not None:
             settings[name] = values if len(values) > 1 else values[0]
     if arguments.layers is not None:
@@ -263,8 +266,7 @@ def _refuse(memory: Path, settings: dict[str, Any]) -> None:
     if settings:
         raise ValueError(
             f"{memory}: this memory exists and has its own settings; leave out"
-            f" {', '.join('--' + name.replace('chunks', 'levels') for name in settings)}, or choose"
-            " another folder"
+            f" {', '.join('--' + name for name in settings)}, or choose another folder"
         )
 
 

@@ -55,7 +55,7 @@ def several(read: Callable[[str], Value]) -> Callable[[str], list[Value]]:
 
 
 def folder(text: str) -> Path:
-    """The type of a folder; an empty text would mean the present one, which nobody meant."""
+    """The type of a folder; an empty text, which would be the present folder, is refused."""
     if not text.strip():
         raise ArgumentTypeError("expected a folder, got an empty text")
     return Path(text)

@@ -10,7 +10,7 @@ from nestling.cli import Parser
 
 _EXAMPLES = """examples:
   nestling train tiny
-  nestling train tiny model.mixer=transformer run.steps=1000 --out runs/transformer
+  nestling train tiny model.name=transformer run.steps=1000 --out runs/transformer
   nestling train small data.train=book.txt data.valid=other.txt optim.name=m3
   torchrun --nproc-per-node 2 -m nestling.cli train tiny run.strategy=fsdp
 

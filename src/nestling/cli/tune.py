@@ -75,9 +75,9 @@ def parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Search; 0 when all trials are done, 1 when none of them succeeded."""
     from nestling.files import locked
+    from nestling.train.parts import check
     from nestling.train.recipe import changed, get_recipe
-    from nestling.train.search import apply, is_axis, read_space
-    from nestling.train.trainer import check
+    from nestling.train.search import at_point, is_axis, read_space
 
     fixed = [s for s in arguments.settings if not is_axis(s)]
     recipe = changed(get_recipe(arguments.recipe), fixed)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     most = max(2, *(len(axis.choices) for axis in space)) - 1
     for place in range(most + 1):  # both ends and every choice, before any work
         point = {axis.key: axis.at(place / most * (1 - 1e-9)) for axis in space}
-        check(apply(recipe, point, _levels(recipe)))
+        check(at_point(recipe, point, _levels(recipe)))
     if arguments.sampler == "tpe":
         _propose(space, "tpe", 0, {})
     folder = arguments.out or Path("runs") / f"tune-{arguments.recipe}"
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _levels(recipe: Recipe) -> list[dict[str, Any]]:
     """The levels of a recipe's model, as its configuration has them."""
-    from nestling.train.trainer import configuration
+    from nestling.train.parts import configuration
 
     return configuration(recipe).levels or []
 
@@ -171,7 +171,7 @@ def _start(
 ) -> Trial:
     """Begin a trial, or go on with one that was stopped."""
     from nestling.files import write_atomic
-    from nestling.train.search import apply
+    from nestling.train.search import at_point
 
     place = folder / f"trial-{number:03d}"
     place.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def _start(
     else:
         point = _propose(space, arguments.sampler, number, done)
         write_atomic(settings, json.dumps(point).encode())
-    told = apply(recipe, point, _levels(recipe)).lines()
+    told = at_point(recipe, point, _levels(recipe)).lines()
     threads = str(max(1, (os.cpu_count() or 1) // arguments.jobs))
     command = [sys.executable, "-m", "nestling.cli", "train", arguments.recipe, *told]
     with open(place / "log.txt", "ab") as log:
@@ -263,7 +263,7 @@ def _tell(
     from rich.console import Console
     from rich.table import Table
 
-    from nestling.train.search import apply
+    from nestling.train.search import at_point
 
     ranked = sorted(results.items(), key=lambda item: (item[1][1], item[0]))
     table = Table("trial", "validation loss", *(axis.key for axis in space))
@@ -276,7 +276,7 @@ def _tell(
         print("nestling tune: no trial succeeded; their logs are in the folder", file=sys.stderr)
         return 1
     point = ranked[0][1][0]
-    best = apply(recipe, point, _levels(recipe))
+    best = at_point(recipe, point, _levels(recipe))
     told = [*fixed, *(f"{k}={v}" for k, v in point.items() if not k.startswith("level."))]
     if any(key.startswith("level.") for key in point):
         told.append(f"model.fields.levels='{json.dumps(best.model.fields['levels'])}'")

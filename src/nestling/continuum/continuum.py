@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nestling.checks import one_of
 from nestling.continuum.assignment import Slot
 from nestling.continuum.engine import TRANSFERS, Engine, MemoryLevel, Rate
 from nestling.continuum.fast import Owned, weight_of
@@ -151,6 +152,8 @@ class Continuum(nn.Module):
         measure: norms in `updates` (nan otherwise).
         targets: with a `loss`: what the inputs `ids` [B, T, ...] are to give, [B, T, ...].
         """
+        if meta not in METAS:
+            one_of("meta", meta, METAS)
         if self.loss is not None:
             return self._pairs(self.loss, ids, targets, state, learn, meta, measure)
         if targets is not None:
@@ -197,8 +200,6 @@ class Continuum(nn.Module):
         state = self.init(inputs.shape[0]) if state is None else state
         if state.batch != inputs.shape[0]:
             raise ValueError(f"the state holds {state.batch} streams, the inputs {inputs.shape[0]}")
-        if meta not in METAS:
-            raise ValueError(f"meta must be one of {METAS}; got {meta!r}")
         wanted = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
         if isinstance(learn, Tensor):
             wanted = learn.to(torch.bool).expand_as(wanted)
@@ -254,8 +255,6 @@ class Continuum(nn.Module):
                 f"learn must be True, False or a bool tensor of shape {tuple(ids.shape)}; got"
                 f" {learn.dtype} of shape {tuple(learn.shape)}"
             )
-        if meta not in METAS:
-            raise ValueError(f"meta must be one of {METAS}; got {meta!r}")
         if meta == "second_order" and any(level.rank is not None for level in self.levels):
             raise ValueError("meta='second_order' needs levels with rank=None")
         if meta in ("frozen", "first_order") and self.engine.wiring.transfer == "second_order":
@@ -285,8 +284,7 @@ def meta_loss(
     adapted weights (its gradient is `-mean_b Delta` at the end). second_order: by the true
     gradient, through every update, as are the rates.
     """
-    if meta not in TRANSFERS:
-        raise ValueError(f"meta must be one of {TRANSFERS}; got {meta!r}")
+    one_of("meta", meta, TRANSFERS)
     output = continuum(ids, state, learn=learn, meta="frozen" if meta == "reptile" else meta)
     loss = output.losses[~output.losses.isnan()].mean()
     if meta != "reptile":

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nestling.checks import one_of
 from nestling.levels import rank
 
 CLOCKS = ("token", "step", "item", "never")
@@ -56,8 +57,7 @@ class Component:
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.clock not in CLOCKS:
-            raise ValueError(f"component {self.name!r}: clock must be one of {CLOCKS}")
+        one_of(f"component {self.name!r}: clock", self.clock, CLOCKS)
 
     @property
     def frequency(self) -> float:

@@ -83,7 +83,7 @@ MIXING = re.compile(r"Attention|Mixer|Mamba|SSM|Recurrent|RWKV|LSTM|GRU|RNN|Delt
 
 
 def unknown_mixers(model: nn.Module) -> list[str]:
-    """A note on modules whose names say that they mix a sequence, but whose way is not known."""
+    """A note on modules that mix a sequence, by their names, in a way that is not known here."""
     names = sorted(set(_unknown(model)))
     if not names:
         return []

@@ -66,7 +66,7 @@ def box(
     title: str,
     dashed: bool = False,
 ) -> str:
-    """A box with its lines of text and a coloured edge; `title` is shown when one points at it."""
+    """A box with its lines of text and a coloured edge; `title` is its tooltip."""
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     parts = [
         f"<g><title>{escape(title)}</title>"

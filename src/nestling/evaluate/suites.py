@@ -20,11 +20,11 @@ from nestling.checks import one_of, require
 from nestling.evaluate import babilong, longhealth, qasper, ruler
 from nestling.evaluate.samples import BYTES, Books, Sample, Score, Tokens, Words
 
-__all__ = ["SUITES", "Data", "Result", "answer", "evaluate", "samples"]
+__all__ = ["SUITES", "Sources", "TaskScore", "answer", "evaluate", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Sources:
     """Where the texts of the suites come from; each is needed by some tasks only."""
 
     words: Words | None = None
@@ -33,7 +33,7 @@ class Data:
     qasper: Path | None = None
 
     @classmethod
-    def load(cls, folder: str | Path) -> Data:
+    def load(cls, folder: str | Path) -> Sources:
         """The sources in a folder: `ruler_words/`, `gutenberg_books/`, `babi/`, `qasper_leval/`."""
         root = Path(folder)
         if not root.is_dir():
@@ -60,17 +60,17 @@ class Data:
 
 class _Suite(NamedTuple):
     tasks: tuple[str, ...]
-    make: Callable[[str, int, int, Data, Tokens], Iterator[Sample]]
+    make: Callable[[str, int, int, Sources, Tokens], Iterator[Sample]]
     score: Score
 
 
-def _ruler(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
+def _ruler(task: str, length: int, seed: int, data: Sources, tokens: Tokens) -> Iterator[Sample]:
     words, books = data.need("words"), data.need("books")
     for number in count(seed):
         yield ruler.sample(task, length, number, words=words, books=books, tokens=tokens)
 
 
-def _babilong(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
+def _babilong(task: str, length: int, seed: int, data: Sources, tokens: Tokens) -> Iterator[Sample]:
     folder, books = data.need("babi"), data.need("books")
     every = babilong.stories(folder, task)
     chosen = babilong.chosen(folder, task)
@@ -84,7 +84,9 @@ def _babilong(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> 
         yield babilong.sample(task, length, number, story=story, books=books, tokens=tokens)
 
 
-def _longhealth(task: str, length: int, seed: int, data: Data, tokens: Tokens) -> Iterator[Sample]:
+def _longhealth(
+    task: str, length: int, seed: int, data: Sources, tokens: Tokens
+) -> Iterator[Sample]:
     del task, data
     return (longhealth.sample(length, number, tokens=tokens) for number in count(seed))
 
@@ -107,16 +109,14 @@ def samples(
     task: str,
     length: int,
     *,
-    data: Data,
+    data: Sources,
     count: int,
     seed: int = 42,
     tokens: Tokens = BYTES,
 ) -> Iterator[Sample]:
     """`count` samples of a suite's task at a length, the same for the same seed."""
     one_of("suite", suite, SUITES)
-    if task not in SUITES[suite].tasks:
-        known = ", ".join(SUITES[suite].tasks)
-        raise ValueError(f"{suite} has the tasks {known}; got {task!r}")
+    one_of(f"task of {suite}", task, SUITES[suite].tasks)
     require(count >= 1, "count", count, "at least 1")
     # seeds of different runs must not meet: sample i of seed s is not sample i - 1 of seed s + 1
     start = random.Random(seed).getrandbits(48)
@@ -209,7 +209,7 @@ def _decode(ids: list[int], tokenizer: Any) -> str:
     return str(tokenizer.decode(ids[: ids.index(end)] if end in ids else ids))
 
 
-class Result(NamedTuple):
+class TaskScore(NamedTuple):
     """The mean score of a task at a length, in percent, with the number of samples."""
 
     task: str
@@ -224,12 +224,12 @@ def evaluate(
     suite: str,
     lengths: Iterable[int],
     *,
-    data: Data,
+    data: Sources,
     tasks: Sequence[str] | None = None,
     count: int = 100,
     seed: int = 42,
     batch: int = 4,
-) -> Iterator[Result]:
+) -> Iterator[TaskScore]:
     """The scores of a model on a suite, task by task and length by length, as they are found."""
     for task in SUITES[suite].tasks if tasks is None else tasks:
         for length in lengths:
@@ -240,4 +240,4 @@ def evaluate(
             while some := list(islice(made, batch)):
                 outputs = answer(model, some, tokenizer)
                 scores += map(SUITES[suite].score, some, outputs)
-            yield Result(task, length, 100 * sum(scores) / len(scores), len(scores))
+            yield TaskScore(task, length, 100 * sum(scores) / len(scores), len(scores))

@@ -18,9 +18,9 @@ from nestling.memories.core import (
     Memory,
     advance,
     at_start,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     merge_heads,
-    place,
     split_heads,
     state_dtype,
     state_start,
@@ -63,7 +63,7 @@ class AdaptiveMLP(Memory):
 
     def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> AdaptiveState:
         """The meta-learned `M_0` for every sequence."""
-        device, dtype = place(self.weight, device, dtype)
+        device, dtype = device_and_dtype(self.weight, device, dtype)
         weight = self.weight.to(device, state_dtype(dtype))
         position = at_start(batch_size, device)
         return AdaptiveState(position, state_start(weight, batch_size))
@@ -77,8 +77,8 @@ class AdaptiveMLP(Memory):
         if valid is not None:
             rate = rate * valid.unsqueeze(1)
         q, keep = self._unit(self.query, x), torch.ones_like(rate)
-        y, weight = scan(state.weight, k, v, rate, keep, q, rule="gd", check=False)
-        y = hold(self._close(y, x), self.weight)
+        y, weight = scan(state.weight, k, v, rate, keep, q, erase=False, check=False)
+        y = keep_in_graph(self._close(y, x), self.weight)
         return y, AdaptiveState(advance(state.position, x, valid), weight)
 
     def read(self, x: Tensor, state: AdaptiveState) -> Tensor:

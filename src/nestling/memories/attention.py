@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from nestling.checks import whole_number
 from nestling.memories.core import (
     CausalConv,
     Device,
@@ -21,11 +22,10 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
+    device_and_dtype,
     merge_heads,
-    place,
     split_heads,
     unknown,
-    whole_number,
 )
 
 
@@ -94,7 +94,7 @@ class Attention(Memory):
         self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> AttentionState:
         """An empty cache (of constant size with a window)."""
-        device, dtype = place(self.out.weight, device, dtype)
+        device, dtype = device_and_dtype(self.out.weight, device, dtype)
         size = 0 if self.config.window is None else self.config.window - 1
         shape = (batch_size, self.config.heads, size, self.width // self.config.heads)
         empty = torch.zeros(shape, device=device, dtype=dtype)

@@ -60,17 +60,16 @@ __all__ = [
     "advance",
     "at_start",
     "check_sizes",
-    "hold",
+    "device_and_dtype",
+    "keep_in_graph",
     "make_shell",
     "merge_heads",
     "pack_rows",
-    "place",
     "same_position",
     "split_heads",
     "state_dtype",
     "state_start",
     "unknown",
-    "whole_number",
 ]
 
 
@@ -159,7 +158,9 @@ def _known(position: Tensor, shared: int | None) -> Tensor:
     return position
 
 
-def place(like: Tensor, device: Device, dtype: Dtype) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(
+    like: Tensor, device: Device, dtype: Dtype
+) -> tuple[torch.device, torch.dtype]:
     """The device and dtype of a new state: as asked for, else those of a parameter."""
     device = like.device if device is None else torch.device(device)
     return device, like.dtype if dtype is None else dtype
@@ -179,7 +180,7 @@ def state_start(weight: Tensor, batch: int) -> Tensor:
     return weight.expand(batch, *weight.shape).clone()
 
 
-def hold(y: Tensor, *starts: Tensor) -> Tensor:
+def keep_in_graph(y: Tensor, *starts: Tensor) -> Tensor:
     """`y` as it is, with trained starts in its graph.
 
     A carried state has left them behind, so they get no gradient; processes that share the work

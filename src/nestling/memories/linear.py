@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -24,17 +24,16 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
-    place,
     state_dtype,
     state_start,
-    whole_number,
 )
 from nestling.norm import unit
 from nestling.scan import BACKENDS
 from nestling.scan.delta.api import scan_unchecked
-from nestling.scan.delta.step import Token, step, takes
+from nestling.scan.delta.step import TokenParts, takes, token_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +71,10 @@ class LinearConfig:
         self, weight: Tensor, k: Tensor, v: Tensor, q: Tensor, rate: Tensor, retain: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Reads and the memory after all tokens: [B, H, T, d] each, gates [B, H, T]."""
-        rule: Literal["dgd", "gd"] = "dgd" if self.erase else "gd"
         if k.shape[-2] == 1 and self.backend == "auto" and takes(weight, k, v, rate):
             both = unit(torch.cat([k, q], -2))
-            token = Token(both, v, rate.unsqueeze(-1), retain.unsqueeze(-1))
-            return step(weight, token, rule, "after")
+            token = TokenParts(both, v, rate.unsqueeze(-1), retain.unsqueeze(-1))
+            return token_step(weight, token, self.erase, "after")
         return scan_unchecked(
             weight,
             unit(k),
@@ -84,7 +82,7 @@ class LinearConfig:
             rate,
             retain,
             unit(q),
-            rule=rule,
+            erase=self.erase,
             chunk=self.chunk,
             backend=self.backend,
         )
@@ -128,7 +126,7 @@ class LinearState(NamedTuple):
     weight: Tensor  # [B, H, d, d]
 
 
-class Gates(nn.Module):
+class TokenGates(nn.Module):
     """Rate and retention of each token and head, bounded; padding neither writes nor decays.
 
     Retention starts where half of a write survives 512 tokens or more, and rates at 0.5.
@@ -177,7 +175,7 @@ class MatrixMemory(Memory):
         self.config, self.width = config, config.width
         size = config.width // config.heads
         self.shell = make_shell(config, 3)
-        self.gates = Gates(config)
+        self.gates = TokenGates(config)
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))
 
     def reset_parameters(self) -> None:
@@ -185,7 +183,7 @@ class MatrixMemory(Memory):
 
     def begin(self, batch_size: int, device: Device, dtype: Dtype) -> LinearState:
         """The trained initial memory (zero at first) for every sequence."""
-        device, dtype = place(self.weight, device, dtype)
+        device, dtype = device_and_dtype(self.weight, device, dtype)
         return LinearState(
             at_start(batch_size, device),
             self.shell.init(batch_size, device, dtype),
@@ -214,5 +212,5 @@ class LinearMemory(MatrixMemory):
         rate, retain = self.gates(opened.x, valid)
         y, weight = self.config.scan(state.weight, k, v, q, rate, retain)
         after = advance(state.position, x, valid)
-        y = hold(self.shell.close(y, opened.gate), self.weight)
+        y = keep_in_graph(self.shell.close(y, opened.gate), self.weight)
         return y, LinearState(after, opened.tail, weight)

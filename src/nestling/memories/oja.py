@@ -40,7 +40,9 @@ def oja_scan(
     alpha_t M_{t-1} + v_t w_t^T`, reads it. Shapes: weight [..., D, D], gates [..., T].
     """
     seen, _ = scan(
-        weight.mT, v, k, rate, retain, v, rule="dgd", read="before", chunk=chunk, check=False
+        weight.mT, v, k, rate, retain, v, erase=True, read="before", chunk=chunk, check=False
     )
     w = rate.unsqueeze(-1) * (k - seen)
-    return scan(weight, w, v, torch.ones_like(rate), retain, q, rule="gd", chunk=chunk, check=False)
+    return scan(
+        weight, w, v, torch.ones_like(rate), retain, q, erase=False, chunk=chunk, check=False
+    )

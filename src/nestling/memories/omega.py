@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nestling.memories.core import Device, Dtype, advance, hold, whole_number
+from nestling.checks import whole_number
+from nestling.memories.core import Device, Dtype, advance, keep_in_graph
 from nestling.memories.linear import LinearConfig, MatrixMemory
 from nestling.norm import unit
 from nestling.scan.delta.chunk import products
@@ -124,4 +125,4 @@ class Omega(MatrixMemory):
             values.gather(2, wide),
             rates.gather(2, pick),
         )
-        return hold(self.shell.close(y, opened.gate), self.weight), after
+        return keep_in_graph(self.shell.close(y, opened.gate), self.weight), after

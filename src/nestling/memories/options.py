@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
+from nestling.checks import one_of
 from nestling.memories.self_modifying import GROUPS, SelfModifyingConfig
 from nestling.memories.titans import TitansConfig
 from nestling.objectives import Objective, dot, l2
@@ -30,9 +31,7 @@ def _same(value: Any) -> Any:
 def _objective(value: Any) -> Any:
     if isinstance(value, Objective):
         return value
-    if value not in OBJECTIVES:
-        words = " or ".join(repr(word) for word in OBJECTIVES)
-        raise ValueError(f"objective must be {words}; got {value!r}")
+    one_of("objective", value, OBJECTIVES)
     return OBJECTIVES[value]
 
 

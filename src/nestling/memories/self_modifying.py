@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -19,16 +19,15 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
-    place,
     state_dtype,
-    whole_number,
 )
 from nestling.norm import unit
 from nestling.objectives import Objective, dot
 from nestling.scan.self_modifying import SELF_BACKENDS, scan_self_modifying
-from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, whole
+from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights, with_initial
 from nestling.scan.self_modifying.segment import project, recall
 
 __all__ = [
@@ -320,7 +319,7 @@ class SelfModifying(Memory):
         self, batch_size: int, *, device: Device = None, dtype: Dtype = None
     ) -> SelfModifyingState:
         """Trained initial weights (or none, as a difference) for every sequence, position 0."""
-        device, dtype = place(self.first, device, dtype)
+        device, dtype = device_and_dtype(self.first, device, dtype)
         first, second = self.first, self.second
         if self.config.projections.residual:
             first, second = (None if w is None else torch.zeros_like(w) for w in (first, second))  # type: ignore[assignment]
@@ -342,7 +341,7 @@ class SelfModifying(Memory):
             self.config.recompute, self.config.backend,
         )  # fmt: skip
         y = self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
-        y = hold(y, self.first, *([] if self.second is None else [self.second]))
+        y = keep_in_graph(y, self.first, *([] if self.second is None else [self.second]))
         weights, start = (unfold(part, x.shape[0]) for part in (weights, start))
         after = advance(state.position, x, valid)
         return y, SelfModifyingState(after, opened.tail, weights, start)
@@ -351,7 +350,7 @@ class SelfModifying(Memory):
         """Ask the main memory as it stands about each token (Eq. 83)."""
         opened = self.shell.ask(x, state.tail)
         inputs = self._inputs(opened, None)
-        q = project(self.rule, whole(fold(state.start), inputs.initial), "q", inputs)
+        q = project(self.rule, with_initial(fold(state.start), inputs.initial), "q", inputs)
         y = recall(fold(state.weights), inputs.initial, q)
         return self.shell.close(y.unflatten(0, (x.shape[0], -1)), opened.gate)
 

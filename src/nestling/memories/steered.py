@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -34,22 +34,20 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
     merge_heads,
-    place,
     split_heads,
     state_dtype,
     state_start,
-    whole_number,
 )
 from nestling.memories.self_modifying import Rates, Retention, largest_row
 from nestling.memories.steered_token import SteeredToken
 from nestling.norm import rms_norm, unit
 from nestling.scan import BACKENDS
-from nestling.scan.checks import Rule
 from nestling.scan.delta.api import scan_unchecked
-from nestling.scan.delta.step import Token, step, takes
+from nestling.scan.delta.step import TokenParts, takes, token_step
 from nestling.scan.self_modifying.rule import SelfRule, clip
 
 __all__ = ["Steered", "SteeredConfig", "SteeredState"]
@@ -58,7 +56,7 @@ MOVED = ("k", "v", "q", "eta", "alpha")
 """The projections that a small memory may move."""
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
-"""What is added to projections that nothing moves."""
+"""The additions to projections where there is no small memory."""
 
 PARTS = ("k", "v", "q")
 """The projections of a token to vectors, in the order of the shell's."""
@@ -192,7 +190,7 @@ class Small(nn.Module):
         """Normalised reads [B, T, h s] before each token's own write, and the memory after all."""
         k, v, q, raw = self._split(x)
         gates = self.rule.rate_and_retain(raw, None if valid is None else valid.unsqueeze(1))
-        y, after = write_and_read(self.config, "gd", state, k, v, q, *gates)
+        y, after = read_then_write(self.config, False, state, k, v, q, *gates)
         return self._normed(y), after
 
     def ask(self, x: Tensor, state: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ class Small(nn.Module):
         return self._normed(unit(self._split(x)[2]) @ state.mT)
 
     def additions(self, read: Tensor) -> Mapping[str, Tensor]:
-        """What is added to the projections, each [B, H, T, .]; to both gates at once, as `gates`,
+        """The additions to the projections, each [B, H, T, .]; to both gates at once, as `gates`,
         if both are moved."""
         if self.outward is None:
             return NOTHING
@@ -245,7 +243,7 @@ class Steered(Memory):
 
     def init(self, batch_size: int, *, device: Device = None, dtype: Dtype = None) -> SteeredState:
         """The trained initial memories (zero at first) for every sequence."""
-        device, dtype = place(self.weight, device, dtype)
+        device, dtype = device_and_dtype(self.weight, device, dtype)
 
         def started(weight: Tensor) -> Tensor:
             return state_start(weight.to(device, state_dtype(dtype)), batch_size)
@@ -270,12 +268,10 @@ class Steered(Memory):
         raw = split_heads(self.gates(opened.x).to(v.dtype), self.config.heads)
         raw = moved_gates(raw, added)
         gates = self.rule.rate_and_retain(raw, None if valid is None else valid.unsqueeze(1))
-        y, weight = write_and_read(
-            self.config, "dgd" if self.config.erase else "gd", state.weight, k, v, q, *gates
-        )
+        y, weight = read_then_write(self.config, self.config.erase, state.weight, k, v, q, *gates)
         after = advance(state.position, x, valid)
         y = self._close(y, opened, read)
-        y = hold(y, self.weight, *([] if self.small is None else [self.small.weight]))
+        y = keep_in_graph(y, self.weight, *([] if self.small is None else [self.small.weight]))
         return y, SteeredState(after, opened.tail, weight, small)
 
     def token_reader(self) -> TokenReader | None:
@@ -321,18 +317,18 @@ def moved_gates(raw: Tensor, added: Mapping[str, Tensor]) -> Tensor:
     return raw
 
 
-def write_and_read(
-    config: SteeredConfig, rule: Rule, weight: Tensor, k: Tensor, v: Tensor, q: Tensor,
+def read_then_write(
+    config: SteeredConfig, erase: bool, weight: Tensor, k: Tensor, v: Tensor, q: Tensor,
     rate: Tensor, retain: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Reads before each token's own write, and the memory after all: [B, H, T, d] each."""
     if k.shape[-2] == 1 and config.backend == "auto" and takes(weight, k, v, rate):
         both = unit(torch.cat([k, q], -2))
-        token = Token(both, clip(v, config.clip), rate.unsqueeze(-1), retain.unsqueeze(-1))
-        return step(weight, token, rule, "before")
+        token = TokenParts(both, clip(v, config.clip), rate.unsqueeze(-1), retain.unsqueeze(-1))
+        return token_step(weight, token, erase, "before")
     return scan_unchecked(
         weight, unit(k), clip(v, config.clip), rate, retain, unit(q),
-        rule=rule, read="before", chunk=config.chunk, recompute=config.recompute,
+        erase=erase, read="before", chunk=config.chunk, recompute=config.recompute,
         backend=config.backend,
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from nestling.checks import one_of
+from nestling.checks import one_of, whole_number
 from nestling.memories.core import (
     Device,
     Dtype,
@@ -31,10 +31,9 @@ from nestling.memories.core import (
     advance,
     at_start,
     check_sizes,
-    hold,
+    device_and_dtype,
+    keep_in_graph,
     make_shell,
-    place,
-    whole_number,
 )
 from nestling.memories.self_modifying import (
     Rates,
@@ -154,7 +153,7 @@ class Titans(Memory):
     ) -> SelfModifyingState:
         """The trained initial memory for every sequence, position 0: both layers, or the one that
         learns."""
-        device, dtype = place(self.first, device, dtype)
+        device, dtype = device_and_dtype(self.first, device, dtype)
         first: Tensor = self.second if self.config.features else self.first
         second = None if self.config.features else self.second
         weights, start = start_weights(
@@ -179,7 +178,7 @@ class Titans(Memory):
         else:
             y, weights, start = self._scan(inputs, weights, start, position)
         y = self.shell.close(y.unflatten(0, (batch, -1)), opened.gate)
-        y = hold(y, self.first, self.second)
+        y = keep_in_graph(y, self.first, self.second)
         after = advance(state.position, x, valid)
         ends = (unfold(part, batch) for part in (weights, start))
         return y, SelfModifyingState(after, opened.tail, *ends)
@@ -258,8 +257,9 @@ class Titans(Memory):
         )
         y, end = scan_mlp(
             state, k, v, rate, retain, q,
-            objective=l2, rule="gd", read="before", chunk=self.config.chunk, clip=self.config.clip,
-            momentum=inputs.theta, recompute=self.config.recompute, check=False,
+            objective=l2, erase=False, read="before", chunk=self.config.chunk,
+            clip=self.config.clip, momentum=inputs.theta,
+            recompute=self.config.recompute, check=False,
         )  # fmt: skip
         if y is None:
             raise AssertionError("unreachable: queries were given")

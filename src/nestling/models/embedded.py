@@ -1,4 +1,4 @@
-"""Tokens found again in their embeddings: embedding a text oneself is then as giving its tokens."""
+"""Recover token ids from rows of the embedding table: `inputs_embeds` then teach as tokens do."""
 
 from __future__ import annotations
 

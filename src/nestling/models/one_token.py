@@ -50,7 +50,7 @@ _GATHERING = "transformers.utils.output_capturing"
 
 _States = tuple[Any, ...]
 _Weights = Callable[[Tensor], Tensor]
-"""What stands for a parameter: [Do, Di], or [B, Do, Di] where every sequence has its own."""
+"""The value of a parameter: [Do, Di], or [B, Do, Di] where every sequence has its own."""
 
 
 def read_one_token(model: Any, ids: Tensor, cache: MemoryCache) -> Tensor | None:
@@ -99,8 +99,8 @@ def _simple(model: Any) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether anybody looks at a module; the hooks with which transformers gathers hidden states
-    stay on layers once they were asked for, and do nothing in other calls."""
+    """Whether a module has hooks or another `forward`. The hooks with which transformers gathers
+    hidden states do not count: they stay on layers, and do nothing in calls that ask for none."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     others = [hook for hook in hooks if getattr(hook, "__module__", None) != _GATHERING]
     return bool(others) or "forward" in module.__dict__
@@ -205,7 +205,7 @@ class OneToken:
 
 
 class _Since(NamedTuple):
-    """What holds between two moments at which levels step."""
+    """Facts that hold from one step of the levels to the next."""
 
     levels: Any
     begun: Tensor  # where the segment begins, by this very tensor

@@ -34,7 +34,7 @@ def save_state(folder: str | Path, model: Any, state: MemoryCache) -> None:
         "seen": state.get_seq_length(),
     }
     value = state.states if state.learned is None else state.learned
-    files.save_state(Path(folder), _NAME, _KIND, value, facts)
+    files.save_record(Path(folder), _NAME, _KIND, value, facts)
 
 
 def load_state(folder: str | Path, model: Any) -> MemoryCache:
@@ -46,7 +46,7 @@ def load_state(folder: str | Path, model: Any) -> MemoryCache:
     folder = Path(folder)
     fresh = model.model.init_states(1)
     types = named_tuples(fresh) | _LEARNED
-    states, facts = files.load_state(folder, _NAME, _KIND, types)
+    states, facts = files.load_record(folder, _NAME, _KIND, types)
     if facts.get("model") != (own := fingerprint(model)):
         raise ValueError(
             f"{folder}: this state belongs to another model (fingerprint"

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nestling.checks import one_of
 from nestling.levels import Level
 from nestling.optim.delta import DGD
 from nestling.optim.shell import RuleOptimizer, loss_of
 
-Factory = Callable[[list[Any]], Optimizer]
-LevelPart = tuple[Level, Iterable[Any], Factory]
+MakeOptimizer = Callable[[list[Any]], Optimizer]
+LevelPart = tuple[Level, Iterable[Any], MakeOptimizer]
 KEPT = ("nested.sum", "nested.count")
 
 
@@ -39,8 +40,7 @@ class NestedOptimizer(Optimizer):
     """
 
     def __init__(self, parts: Sequence[LevelPart], *, reduce: str = "mean") -> None:
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f"reduce must be 'mean' or 'sum', got {reduce!r}")
+        one_of("reduce", reduce, ("mean", "sum"))
         self._reduce = reduce
         self.levels = [level for level, _, _ in parts]
         names = [level.name for level in self.levels]

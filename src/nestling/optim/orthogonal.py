@@ -37,7 +37,7 @@ def matrices(
     adam_lr: float | None,
     adam_betas: Betas,
 ) -> dict[str, Any]:
-    """The settings of Newton-Schulz, of who is orthogonalised, and of AdamW for the rest."""
+    """The settings of Newton-Schulz, of which parameters take it, and of AdamW for the rest."""
     return {
         "steps": steps,
         "eps": eps,
@@ -49,7 +49,7 @@ def matrices(
 
 
 class OrthogonalOptimizer(RuleOptimizer):
-    """The common part of M3, Muon and AdaMuon: who is orthogonalised, and AdamW for the rest."""
+    """The common part of M3, Muon and AdaMuon: what is orthogonalised, and AdamW for the rest."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._together = True  # all first groups are one model's

@@ -1,4 +1,4 @@
-"""A step of parameters that are cut over processes (`nestling.shards`).
+"""The step of parameters that are sharded over processes (`nestling.shards`).
 
 An elementwise rule runs on each rank's own shard. Any other rule needs whole matrices: they are
 shared out over the ranks, each rank collects the shards of its matrices, runs the rule on them, and
@@ -21,7 +21,7 @@ from nestling.optim.batch import Item, StepResult
 from nestling.rules import Rule
 from nestling.shards import cut, full, is_sharded, joined, local, rows_of, share_of
 
-Run = Callable[[Sequence[Item]], Iterator[StepResult]]
+RunItems = Callable[[Sequence[Item]], Iterator[StepResult]]
 
 
 def start(
@@ -35,7 +35,7 @@ def start(
     return {k: _like(v, weight) for k, v in initial(rule, full(weight).to(dtype)).items()}
 
 
-def run_sharded(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
+def run_sharded(rule: Rule, items: Sequence[Item], inner: RunItems) -> Iterator[StepResult]:
     """`inner` over the items, whole or sharded; directions come back as this rank's part."""
     split = [i for i, item in enumerate(items) if is_sharded(item.weight)]
     if not split:
@@ -60,7 +60,7 @@ def run_sharded(rule: Rule, items: Sequence[Item], inner: Run) -> Iterator[StepR
         yield replace(result, index=split[result.index], leaves=leaves)
 
 
-def _gathered(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
+def _gathered(items: Sequence[Item], inner: RunItems) -> Iterator[StepResult]:
     """Every rank runs the rule on whole matrices and keeps its own part of the results."""
     for result in inner([_map(full, item) for item in items]):
         like = items[result.index].weight
@@ -68,7 +68,7 @@ def _gathered(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
         yield StepResult(result.index, local(_like(result.direction, like)), leaves, True)
 
 
-def _exchanged(items: Sequence[Item], inner: Run) -> Iterator[StepResult]:
+def _exchanged(items: Sequence[Item], inner: RunItems) -> Iterator[StepResult]:
     """Each rank runs the rule on its share of the matrices."""
     mesh, names = items[0].weight.device_mesh, list(items[0].leaves)  # type: ignore[attr-defined]
     ranks, me, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
@@ -116,7 +116,7 @@ def _all_to_all(
 
 
 def _owners(items: Sequence[Item], ranks: int) -> list[int]:
-    """Which rank works on which item: the dearest first, each to the rank with least to do."""
+    """The rank that works on each item: the costliest first, each to the rank with least to do."""
     cost = [item.weight.numel() * min(len(item.weight), item.weight[0].numel()) for item in items]
     load, owner = [0] * ranks, [0] * len(items)
     for i in sorted(range(len(items)), key=lambda i: (-cost[i], i)):

@@ -1,4 +1,4 @@
-"""Reports that a person enjoys reading: plots, tables and pages in one self-contained file."""
+"""Reports for people: plots, tables and pages, each in one self-contained file."""
 
 from nestling.report.page import Page
 from nestling.report.plots import Line, lines

@@ -1,4 +1,4 @@
-"""Muon: momentum whose output is orthogonalised (Eq. 42), and AdaMuon, its adaptive sister.
+"""Muon: momentum whose output is orthogonalised (Eq. 42), and AdaMuon, its adaptive variant.
 
 Both are chains. Newton-Schulz ignores scale, so it does not matter whether the momentum is a sum or
 an average; what fixes the length of the step is the factor for the matrix's shape at the end.

@@ -36,7 +36,7 @@ from torch import Tensor
 from nestling.checks import require
 from nestling.machine import bf16_is_quicker
 from nestling.rules.core import Rule, factory, stateless
-from nestling.rules.size import norm
+from nestling.rules.size import frobenius
 
 Coefficients = tuple[float, float, float]
 Multiply = Callable[..., Tensor]
@@ -62,7 +62,7 @@ def newton_schulz_naive(
 ) -> Tensor:
     """Eq. 43-44 as they are written: `O <- O (a I + b O^T O + c (O^T O)^2)` from `m / |m|`."""
     a, b, c = coefficients
-    out = matrix / norm(matrix)  # [..., n, m]
+    out = matrix / frobenius(matrix)  # [..., n, m]
     for _ in range(steps):
         gram = out.mT @ out  # [..., m, m]
         out = a * out + out @ (b * gram + c * gram @ gram)
@@ -83,14 +83,14 @@ def newton_schulz(
     """
     _check(matrix, steps)
     if matrix.numel() == 0 or steps == 0:
-        return matrix / norm(matrix)
+        return matrix / frobenius(matrix)
     exact = torch.promote_types(matrix.dtype, torch.float32)
     if precision is None:
         small = max(matrix.shape[-2:]) < BFLOAT_FROM
         precision = exact if exact != torch.float32 or small else quick_precision(matrix.device)
     rows, columns = matrix.shape[-2:]
     x = matrix.to(exact).reshape(-1, rows, columns)
-    x = (x / norm(x)).to(precision)
+    x = (x / frobenius(x)).to(precision)
     if rows > columns:
         x = x.mT
     alone = x.shape[0] == 1  # torch's batched products first copy what is transposed

@@ -11,7 +11,7 @@ TINY = 1e-20
 """Below this size a matrix counts as zero; dividing by it gives zero for a zero matrix."""
 
 
-def norm(x: Tensor) -> Tensor:
+def frobenius(x: Tensor) -> Tensor:
     """The Frobenius norm of each matrix [..., n, m], kept as [..., 1, 1], at least `TINY`."""
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=TINY)
 

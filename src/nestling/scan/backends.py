@@ -1,4 +1,4 @@
-"""Which form of a scan a call takes: the back end by name, the packages that are here, and orders.
+"""Which back ends are installed, and whether a scan must have derivatives of any order.
 
 The fast scans have backward passes written by hand, which autograd cannot differentiate again and
 `torch.func` cannot look into. Inside `any_order()`, and under the transforms of `torch.func`, every

@@ -1,12 +1,8 @@
-"""Checks of a scan's input: shapes, dtypes and values; errors name the argument and the remedy.
-
-Shapes (`...` are the same leading dimensions everywhere; nothing is broadcast):
-state `[..., Do, Di]`, x and queries `[..., T, Di]`, u `[..., T, Do]`, gates `[..., T]`.
-"""
+"""Checks that the scans share: errors name the argument and the remedy."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,25 +10,8 @@ from torch import Tensor
 from nestling.checks import one_of
 from nestling.objectives import dot, l2
 
-Rule = Literal["dgd", "gd"]
 Read = Literal["after", "before"]
-
-
-class MomentumState(NamedTuple):
-    """A memory whose writes have momentum: the memory and its running write (deviation 18)."""
-
-    weight: Tensor  # [..., Do, Di]
-    velocity: Tensor  # [..., Do, Di]
-
-
-class Options(TypedDict):
-    """The options every back end of the scan takes by name; `scan` explains them."""
-
-    rule: Rule
-    read: Read
-    chunk: int
-    momentum: Tensor | None
-    recompute: bool
+"""Whether a token reads after its own write or before it."""
 
 
 def is_l2(objective: object) -> bool:
@@ -42,6 +21,13 @@ def is_l2(objective: object) -> bool:
     if objective == dot:
         return False
     raise ValueError(f"objective must be nestling.objectives.l2 or dot; got {objective!r}")
+
+
+def check_form(erase: object, read: object) -> None:
+    """Whether writes erase, and when reads come."""
+    if not isinstance(erase, bool):
+        raise TypeError(f"erase must be True (the delta rule) or False; got {erase!r}")
+    one_of("read", read, ("after", "before"))
 
 
 def check_chunk(chunk: object) -> None:
@@ -73,58 +59,3 @@ def check_range(name: str, gate: Tensor, highest: float) -> None:
     if not (low >= 0.0 and high <= highest):
         allowed = "at least 0" if highest == float("inf") else f"in [0, {highest:g}]"
         raise ValueError(f"{name} must be {allowed}; got values from {low:g} to {high:g}")
-
-
-def check_scan(
-    state: Tensor | MomentumState,
-    x: Tensor,
-    u: Tensor,
-    rate: Tensor,
-    retain: Tensor,
-    queries: Tensor | None,
-    *,
-    rule: str,
-    read: str,
-    chunk: int,
-    momentum: Tensor | None,
-    recompute: bool,
-    check: bool,
-) -> None:
-    """Raise ValueError or TypeError on the first argument that does not fit.
-
-    `check=False` (and torch.compile) skips only the values of the gates: that is one pass over
-    `[..., T]`, but a synchronisation on a GPU.
-    """
-    one_of("rule", rule, ("dgd", "gd"))
-    one_of("read", read, ("after", "before"))
-    check_chunk(chunk)
-    if (momentum is not None) != isinstance(state, MomentumState):
-        raise TypeError(
-            "state must be a MomentumState(weight, velocity) exactly when momentum is given; got"
-            f" {type(state).__name__} with momentum {'given' if momentum is not None else 'None'}"
-        )
-    weight = state.weight if isinstance(state, MomentumState) else state
-    for name, value in (("state", weight), ("x", x)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
-        if value.dim() < 2:
-            raise ValueError(
-                f"{name} must have at least 2 dimensions, state [..., Do, Di] and x [..., T, Di];"
-                f" got {list(value.shape)}"
-            )
-    lead, tokens = x.shape[:-2], x.shape[-2]
-    out, inner = weight.shape[-2], weight.shape[-1]
-    check_tensor("x", x, (*lead, tokens, inner), "[..., T, Di]")
-    check_tensor("state", weight, (*lead, out, inner), "[..., Do, Di]")
-    if isinstance(state, MomentumState):
-        check_tensor("state.velocity", state.velocity, (*lead, out, inner), "[..., Do, Di]")
-    check_tensor("u", u, (*lead, tokens, out), "[..., T, Do]")
-    if queries is not None:
-        check_tensor("queries", queries, (*lead, tokens, inner), "[..., T, Di]")
-    gates = [("rate", rate, float("inf")), ("retain", retain, 1.0)]
-    if momentum is not None:
-        gates.append(("momentum", momentum, 1.0))
-    for name, gate, highest in gates:
-        check_tensor(name, gate, (*lead, tokens), "[..., T]")
-        if check and not torch.compiler.is_compiling():
-            check_range(name, gate, highest)

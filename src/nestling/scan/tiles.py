@@ -49,7 +49,7 @@ def precision() -> dict[str, Any]:
     return {"PREC": "tf32x3" if exact else "tf32", "SOLVE": "tf32x3"}
 
 
-def power(size: int) -> int:
+def tile_rows(size: int) -> int:
     """The smallest tile that holds so many rows: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 

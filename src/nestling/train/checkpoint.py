@@ -370,7 +370,7 @@ def load_latest(
 
 
 def restore_(model: Any, optimizer: torch.optim.Optimizer, saved: Checkpoint) -> None:
-    """Load a checkpoint into a model and its optimizer, whatever cut either has.
+    """Load a checkpoint into a model and its optimizer, however either is sharded.
 
     Each process reads the rows that its parameters hold; the weights are read into place, one
     tensor at a time. Nothing is changed if the checkpoint is of another model.

@@ -48,12 +48,12 @@ class Cost:
     hours: float
 
 
-def block_flops(config: Any, tokens: int, *, layer: int = 0) -> float:
+def block_flops(config: Any, tokens: int = 256) -> float:
     """Operations per token of one block, forward and backward, counted on this machine."""
     from nestling.continuum import Block
 
     torch.manual_seed(0)
-    block = Block(*config.build(layer))
+    block = Block(*config.build(0))
     x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y, _ = block(x)
@@ -70,7 +70,6 @@ def cost(
     length: int = 4096,
     rows_per_gpu: int = 8,
     utilisation: float = 0.4,
-    count_tokens: int = 256,
 ) -> Cost:
     """Plan the training of a model on `tokens` tokens, in windows of `length`.
 
@@ -89,7 +88,7 @@ def cost(
 
     device = GPUS[gpu]
     parameters = parameter_count(config)
-    flops = config.num_hidden_layers * block_flops(config, count_tokens) * 4 / 3
+    flops = config.num_hidden_layers * block_flops(config) * 4 / 3
     flops += 6 * config.hidden_size * config.vocab_size
     step_tokens = rows_per_gpu * length
     compute = flops * step_tokens / (device.flops * utilisation)

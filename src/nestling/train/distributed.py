@@ -1,4 +1,4 @@
-"""Many processes: the only place that knows how many there are. One is a world of size 1."""
+"""The processes of a run: the only place that knows how many. One is a world of size 1."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class World:
         return values
 
 
-def whole(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Nested states with every sharded tensor put together (all processes must call this)."""
     return tree_map(lambda t: _gather(t) if is_sharded(t) else t, value, plain=True)
 

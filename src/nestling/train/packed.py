@@ -230,12 +230,12 @@ class _Hashed:
         return FilePart(Path(self.file.name).name, self.bytes, self.digest.hexdigest())
 
 
-Piece = tuple[str, bool]  # text, and whether it ends its document
+TextPiece = tuple[str, bool]  # text, and whether it ends its document
 Encoded = list[tuple[np.ndarray, bool]]
 
 
 def _encode_all(
-    pieces: Iterable[Piece],
+    pieces: Iterable[TextPiece],
     encoder: TextEncoder,
     dtype: str,
     workers: int,
@@ -256,8 +256,8 @@ def _bounded(pool: Any, jobs: Iterator[Any], ahead: int) -> Iterator[Encoded]:
         waiting.extend(pool.apply_async(_encode_group, (job,)) for job in islice(jobs, 1))
 
 
-def _groups(pieces: Iterable[Piece], characters: int = 1 << 18) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
+def _groups(pieces: Iterable[TextPiece], characters: int = 1 << 18) -> Iterator[list[TextPiece]]:
+    group: list[TextPiece] = []
     size = 0
     for text, last in pieces:
         group.append((text, last))
@@ -269,7 +269,7 @@ def _groups(pieces: Iterable[Piece], characters: int = 1 << 18) -> Iterator[list
         yield group
 
 
-def _encode_group(job: tuple[TextEncoder, str, list[Piece]]) -> Encoded:
+def _encode_group(job: tuple[TextEncoder, str, list[TextPiece]]) -> Encoded:
     encoder, dtype, pieces = job
     return [
         (np.asarray([*encoder.encode(t), *[encoder.eos_token_id] * last], dtype=dtype), last)

@@ -17,7 +17,7 @@ __all__ = ["RECIPES", "Data", "Model", "Optim", "Recipe", "Run", "changed", "get
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model: a preset, its mixer, and fields of its configuration to set.
+    """Which model: a preset, the model's name, and fields of its configuration to set.
 
     start: a folder with a saved model whose weights it begins with (a warm start); what is not
         there, such as learned rates, begins as in a fresh model.
@@ -25,7 +25,7 @@ class Model:
     """
 
     preset: str = "tiny"  # tiny, small, base, hope_760m, hope_1b3
-    mixer: str = "hope"  # hope, hope_attention, transformer, titans, deltanet, ...
+    name: str = "hope"  # hope, hope_attention, transformer, titans, deltanet, ...
     fields: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"num_hidden_layers": 2}
     start: str | None = None
     grow: tuple[int, ...] = ()
@@ -166,6 +166,10 @@ _COUNTS = (  # settings that count something: the least, and whether none is all
 )
 
 
+RENAMED = {"model.mixer": "model.name"}
+"""Keys of earlier versions, which checkpoints still have, and what they are called now."""
+
+
 def changed(recipe: Recipe, settings: Sequence[str]) -> Recipe:
     """The recipe with `key=value` changes: `run.steps=1000`, `model.fields.num_hidden_layers=2`.
 
@@ -188,6 +192,7 @@ def _set(node: Any, path: Sequence[str], text: str, key: str) -> Any:
     if name not in names:
         prefix = key[: len(key) - len(".".join(path))]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = [RENAMED[key].rpartition(".")[2]] if key in RENAMED else near
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(names)}"
         raise ValueError(f"unknown key {key!r}; {hint}")
     value = getattr(node, name)
@@ -224,7 +229,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
 
 
 def _guess(text: str) -> Any:
-    """A free value: JSON if it is JSON (of no more than 200 brackets), text otherwise."""
+    """A value without a type: JSON where it is JSON (of at most 200 brackets), else text."""
     try:
         return json.loads(text) if text.count("[") + text.count("{") <= 200 else text
     except ValueError:
@@ -327,7 +332,7 @@ def hope() -> Recipe:
 def hope_attention() -> Recipe:
     """Like hope, with window attention in place of steered memories."""
     fields = {"mixer_options": {"attention": {"window": 128}}}
-    return dataclasses.replace(hope(), model=Model(mixer="hope_attention", fields=fields))
+    return dataclasses.replace(hope(), model=Model(name="hope_attention", fields=fields))
 
 
 def hope_760m() -> Recipe:
@@ -371,6 +376,5 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 def get_recipe(name: str) -> Recipe:
     """The recipe of this name."""
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+    one_of("recipe", name, RECIPES)
     return RECIPES[name]()

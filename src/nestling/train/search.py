@@ -2,7 +2,7 @@
 
     space = read_space(["optim.lr=1e-3..1e-2", "level.fast.rate=0.1..2", "data.length=128|256"])
     point = halton(space, 0)                       # {"optim.lr": 0.00316..., ...}
-    recipe = apply(recipe, point)
+    recipe = at_point(recipe, point)
 
 A space is a list of axes; a point gives every key a value. `halton` covers a space evenly and
 depends on nothing but the number of the trial, so that a search can be stopped, resumed and spread
@@ -101,7 +101,9 @@ def _axis(key: str, text: str, setting: str) -> Axis:
     return Axis(key=key, low=low, high=high, whole=whole)
 
 
-def apply(recipe: Recipe, point: Mapping[str, str], levels: Sequence[Mapping[str, Any]]) -> Recipe:
+def at_point(
+    recipe: Recipe, point: Mapping[str, str], levels: Sequence[Mapping[str, Any]]
+) -> Recipe:
     """The recipe at a point; `levels` are those of its model, for keys that begin with `level`."""
     recipe = changed(recipe, [f"{k}={v}" for k, v in point.items() if not k.startswith("level.")])
     own = {key: value for key, value in point.items() if key.startswith(f"{LEVEL}.")}

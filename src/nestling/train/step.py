@@ -24,7 +24,7 @@ from nestling.train.recipe import Run
 from nestling.tree import state_detach, tree_map
 
 
-class Gradients(NamedTuple):
+class BackwardResult(NamedTuple):
     """The result of a backward pass: mean loss over all processes, and the memories after it."""
 
     loss: float
@@ -126,7 +126,7 @@ def gradients(
     fresh_rows: FreshRows | None = None,
     *,
     learn: bool | Sequence[str] = True,
-) -> Gradients:
+) -> BackwardResult:
     """Add the gradient of the batch's mean loss to `.grad`, the mean taken over all processes.
 
     With `fresh_rows`, memories carry on: `carry` holds each micro-batch's states from the step
@@ -149,7 +149,7 @@ def gradients(
             (loss * (world.size / total)).backward()
         summed += loss.detach()
         after.append(state_detach(states) if keep else None)
-    return Gradients(world.sum(float(summed))[0] / total, int(total), after if keep else None)
+    return BackwardResult(world.sum(float(summed))[0] / total, int(total), after if keep else None)
 
 
 def _micro(batch: Batch, rows: int | None) -> list[Batch]:

@@ -1,43 +1,43 @@
-"""A run: the parts a recipe asks for, the loop over its steps, and going on after any stop."""
+"""A run: the loop over its steps, its checkpoints, and going on after any stop."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import math
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from nestling.adaptation.pretrained import load_start
-from nestling.checks import one_of
 from nestling.continuum.stream import begin
 from nestling.description import Timeline
 from nestling.files import BrokenFileError, check_finite, check_state, expect, locked
 from nestling.levels import LevelUpdate
-from nestling.losses import IGNORE
 from nestling.machine import bf16_speed, keep_memory
 from nestling.models.cache import Learned
 from nestling.models.card import model_card
 from nestling.models.learning import engine_of
 from nestling.shards import full, local
-from nestling.train.batches import Batch, Batches, Sequential, Shuffled
+from nestling.train.batches import Batch
 from nestling.train.checkpoint import Checkpoint, load_latest, restore_, save_checkpoint, sweep
-from nestling.train.corpus import Corpus
-from nestling.train.distributed import World, whole
+from nestling.train.distributed import World, gathered
+from nestling.train.judging import effects, level_measures, validation_loss
 from nestling.train.optimizers import build, by_level
-from nestling.train.packed import PackedCorpus, prepare
-from nestling.train.progress import Progress, preparing
-from nestling.train.recipe import Recipe
-from nestling.train.step import FreshRows, Gradients, gradients, level_norms, loss_sum, precision
-from nestling.train.tokenizer import TextEncoder, check_tokenizer, load_tokenizer
+from nestling.train.parts import check, load_data, make_batches, make_model
+from nestling.train.progress import Progress
+from nestling.train.recipe import RENAMED, Recipe
+from nestling.train.step import (
+    BackwardResult,
+    FreshRows,
+    gradients,
+    level_norms,
+)
+from nestling.train.tokenizer import TextEncoder
 from nestling.tree import named_tuples, state_select, state_stack, state_to, tree_leaves
 
 
@@ -75,10 +75,10 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
     ):
         trainer = Trainer(recipe, folder, world, progress)
         trainer.resume()
-        saved = trainer.memory.step
+        saved = trainer.state.step
         while not trainer.done:
             trainer.step()
-            step = trainer.memory.step
+            step = trainer.state.step
             last = step >= run.steps
             if step % run.eval_every == 0 or last:
                 trainer.judge()
@@ -96,12 +96,12 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
             _export(trainer, folder / "model")
             if trainer.timeline.updates and world.main:
                 trainer.timeline.draw(folder / "timeline.svg")
-    memory = trainer.memory
+    state = trainer.state
     sign = None if finished else (asked[0] if asked else signal.SIGTERM.value)
     return Outcome(
-        memory.step,
+        state.step,
         trainer.loss,
-        memory.best,
+        state.best,
         trainer.bare,
         trainer.encoder,
         trainer.timeline,
@@ -112,7 +112,7 @@ def train(recipe: Recipe, folder: Path, world: World | None = None) -> Outcome:
 def _export(trainer: Trainer, folder: Path) -> None:
     tied = trainer.bare._tied_weights_keys if trainer.bare.config.tie_word_embeddings else {}
     weights = {k: v for k, v in trainer.bare.state_dict().items() if k not in tied}
-    weights = whole(weights)
+    weights = gathered(weights)
     if trainer.world.main:
         with _without_bars():
             trainer.bare.save_pretrained(folder, state_dict=weights)
@@ -139,14 +139,14 @@ def _without_bars() -> Iterator[None]:
 
 def _how_trained(trainer: Trainer) -> str:
     """How a model was trained, for its card."""
-    recipe, memory = trainer.recipe, trainer.memory
-    tokens = memory.step * recipe.run.rows * recipe.data.length
-    where = "" if memory.best_step is None else f" at step {memory.best_step:,}"
+    recipe, state = trainer.recipe, trainer.state
+    tokens = state.step * recipe.run.rows * recipe.data.length
+    where = "" if state.best_step is None else f" at step {state.best_step:,}"
     sources = ", ".join(recipe.data.train)
     return "\n".join(
         [
-            f"{memory.step:,} steps, at most {tokens:,} tokens, from {sources}."
-            f" Best validation loss {memory.best:.4f} nats per token{where}.",
+            f"{state.step:,} steps, at most {tokens:,} tokens, from {sources}."
+            f" Best validation loss {state.best:.4f} nats per token{where}.",
             "",
             "Trained by `nestling train` with these settings:",
             "",
@@ -172,191 +172,10 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-# The parts of a run
-
-
-def load_data(recipe: Recipe, world: World) -> tuple[TextEncoder, PackedCorpus, PackedCorpus]:
-    """The tokenizer and the packed training and validation text; rank 0 prepares, others wait."""
-    data = recipe.data
-    cache = Path(data.cache).expanduser()
-    options = {"separator": data.separator, "field": data.field}
-    train = [Corpus(source=source, **options) for source in data.train]  # type: ignore[arg-type]
-    valid = [Corpus(source=source, **options) for source in data.valid]  # type: ignore[arg-type]
-    if not world.main:
-        world.barrier()
-    encoder = load_tokenizer(data.tokenizer, train, cache)
-    packed = []
-    for what, corpora in (("training text", train), ("validation text", valid)):
-        with preparing(what, speak=world.main) as progress:
-            found = prepare(
-                corpora,
-                encoder,
-                cache,
-                workers=data.workers,
-                progress=progress,
-                verify=world.main,  # once for all processes
-            )
-            packed.append(found)
-    if world.main:
-        world.barrier()
-    return encoder, packed[0], packed[1]
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot run, before anything is made or written."""
-    names = [level.name for level in configuration(recipe).memory_levels]
-    grow = recipe.model.grow
-    if grow and len(grow) != len(names):
-        raise ValueError(
-            f"model.grow must give the first step of each of the {len(names)} levels"
-            f" {', '.join(names)}; got {grow}"
-        )
-    build(dataclasses.replace(recipe.optim, chunks=()), nn.Linear(2, 2))
-    start = recipe.model.start
-    if start is not None and not any(Path(start).glob("model*.safetensors*")):
-        raise ValueError(f"model.start: {start!r} is no folder of a saved model")
-    check_tokenizer(recipe.data.tokenizer)
-    cpu = not torch.cuda.is_available()
-    if recipe.run.precision == "bf16" and cpu and bf16_speed() is None:
-        raise ValueError(
-            "run.precision=bf16: bf16 products end this CPU's process (its AMX or AVX512 units are"
-            " not usable here); take float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-        )
-    for source in (*recipe.data.train, *recipe.data.valid):
-        Corpus(source=source).check()
-
-
-def configuration(recipe: Recipe, **fields: Any) -> Any:
-    """The model's configuration: the preset, the tokenizer's `fields`, and the recipe's own."""
-    from nestling.models import presets
-
-    model = recipe.model
-    one_of("model.preset", model.preset, presets.SIZES)
-    size = presets.SIZES[model.preset]
-    usual = presets.configure(size, model.mixer).to_dict()
-    for name, value in model.fields.items():
-        if name not in usual:
-            near = difflib.get_close_matches(name, usual, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"model.fields: the configuration has no {name!r}{hint}")
-        numbers = (int, float) if type(usual[name]) is float else (int,)
-        if type(usual[name]) in (int, float) and type(value) not in numbers:
-            kind = "whole number" if numbers == (int,) else "number"
-            raise ValueError(f"model.fields: {name} must be a {kind}; got {value!r}")
-        if isinstance(usual[name], (list, tuple)) and not isinstance(value, (list, tuple)):
-            raise ValueError(f"model.fields: {name} must be a list; got {value!r}")
-    try:
-        return presets.configure(size, model.mixer, **{**fields, **model.fields})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"model.fields: {error}") from error
-
-
-def make_model(recipe: Recipe, encoder: TextEncoder) -> Any:
-    """A fresh model for the recipe, or its warm start; the vocabulary is the tokenizer's."""
-    from nestling.models import NestlingForCausalLM
-
-    special = encoder.tokenizer
-    fields = {
-        "vocab_size": encoder.vocab_size,
-        "eos_token_id": special.eos_token_id,
-        "bos_token_id": special.bos_token_id,
-        "pad_token_id": special.pad_token_id,
-    }
-    asked = recipe.model.fields.get("vocab_size", encoder.vocab_size)
-    if asked < encoder.vocab_size:
-        raise ValueError(
-            f"model.fields.vocab_size={asked} is smaller than the tokenizer's vocabulary of"
-            f" {encoder.vocab_size}"
-        )
-    torch.manual_seed(recipe.run.seed)
-    config = configuration(recipe, **fields)
-    if recipe.model.start is None:
-        return NestlingForCausalLM(config)
-    return load_start(recipe.model.start, config)
-
-
-def make_batches(recipe: Recipe, packed: PackedCorpus) -> Batches:
-    """The recipe's order of reading."""
-    settings = {"rows": recipe.run.rows, "length": recipe.data.length, "seed": recipe.run.seed}
-    if recipe.data.order == "sequential":
-        return Sequential(packed=packed, **settings)
-    return Shuffled(packed=packed, cross=recipe.data.order == "shuffled", **settings)
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    packed: PackedCorpus,
-    recipe: Recipe,
-    world: World,
-    *,
-    learn: bool | Sequence[str] = True,
-    windows: int | None = None,
-) -> float:
-    """The mean next-token loss on the first windows of a packed corpus.
-
-    learn: which levels learn while they read, in a model whose levels do.
-    """
-    windows = recipe.run.eval_windows if windows is None else windows
-    rows = max(world.size, min(recipe.run.rows, windows))
-    batches = Shuffled(packed=packed, rows=rows, length=recipe.data.length, seed=0)
-    steps = max(1, min(windows, batches.windows) // rows)
-    summed, count = torch.zeros((), dtype=torch.float64, device=world.device), 0.0
-    model.eval()
-    for step in range(steps):
-        batch = batches(step, world.rank, world.size)
-        with precision(recipe.run, world):
-            loss, _ = loss_sum(model, batch, world.device, learn=learn)
-        summed += loss
-        count += float((batch.targets != IGNORE).sum())
-    model.train()
-    total, count = world.sum(float(summed), count)
-    return total / count
-
-
-EFFECT_WINDOWS = 8
-"""Windows of validation text on which the effect of each level is measured."""
-
-
-def effects(
-    model: nn.Module,
-    packed: PackedCorpus,
-    recipe: Recipe,
-    world: World,
-    levels: Sequence[str],
-) -> dict[str, float]:
-    """The worth of each learning level on a slice of the text, in nats per token.
-
-    The effect of a level is the loss with it frozen minus the loss with all of them learning.
-    """
-
-    def loss(names: Sequence[str]) -> float:
-        return evaluate(model, packed, recipe, world, learn=names, windows=EFFECT_WINDOWS)
-
-    together = loss(levels)
-    return {name: loss([each for each in levels if each != name]) - together for name in levels}
-
-
-@torch.no_grad()
-def level_measures(model: Any, ids: Tensor, levels: Sequence[str]) -> dict[str, float]:
-    """Each learning level's gradient norm and distance at its last update on some text."""
-    model.eval()
-    updates = model(ids, measure=True, use_cache=False, learn=levels).updates
-    model.train()
-    found = {}
-    for update in updates or ():
-        found[f"inner_gradient_norm/{update.level}"] = float(update.grad_norm.mean())
-        found[f"distance/{update.level}"] = float(update.distance.mean())
-    return found
-
-
-# The run
-
-
 ADVICE = "The last good checkpoint is in {}; try a lower optim.lr"
 
 
-class _Memory(NamedTuple):
+class _RunState(NamedTuple):
     """State that must survive between steps, besides weights and optimizer."""
 
     step: int = 0
@@ -393,7 +212,7 @@ class Trainer:
         self._settle()
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.carry: list[Any] | None = None
-        self.memory = _Memory()
+        self.state = _RunState()
         self.loss = math.nan
         self._resumed: Checkpoint | None = None  # until a step was taken from it
         self.timeline = Timeline()
@@ -437,11 +256,11 @@ class Trainer:
             self._settle()
             _restore_random(found.load("random"))
             self.carry = self._load_carry(found)
-            self.memory = _load_memory(found)
+            self.state = _load_state(found)
             self.timeline.extend(LevelUpdate(*saved) for saved in found.load("timeline"))
         self._watch = self._watcher()
         self.loss, self._resumed = found.facts["loss"], found
-        self.progress.say(f"continuing from step {self.memory.step} in {self.checkpoints}")
+        self.progress.say(f"continuing from step {self.state.step} in {self.checkpoints}")
 
     def save(self) -> bool:
         """Write a checkpoint, each process its share; False if nothing is fit to be saved.
@@ -449,14 +268,14 @@ class Trainer:
         After a bad step nothing is saved; weights that are not finite, or from which no step can
         be taken, end the run. The last good checkpoint stays what it was.
         """
-        if self.memory.bad:
+        if self.state.bad:
             return False
         loss, norm = self._next()
         if not (math.isfinite(loss) and math.isfinite(norm)) or not self.world.all(
             _finite(self.bare)
         ):
             raise TrainingFailedError(
-                f"training cannot go on from the weights after step {self.memory.step} (loss"
+                f"training cannot go on from the weights after step {self.state.step} (loss"
                 f" {loss}, gradient norm {norm}); nothing was saved."
                 f" {ADVICE.format(self.checkpoints)}"
             )
@@ -466,16 +285,16 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "carry": self.carry if apart else self.carry and state_stack(self.carry),
             "random": _random_state(),
-            "memory": self.memory._asdict(),
+            "memory": self.state._asdict(),
             "timeline": [tuple(update) for update in self.timeline.updates],
         }
         save_checkpoint(
             self.checkpoints,
-            self.memory.step,
+            self.state.step,
             states,
             {"recipe": self.recipe.to_json(), "loss": self.loss},
             keep=self.recipe.run.keep,
-            best=self.memory.best_step,
+            best=self.state.best_step,
             world=self.world,
             cut=("carry",),
         )
@@ -483,7 +302,7 @@ class Trainer:
 
     def _next(self) -> tuple[float, float]:
         """The loss of the present weights on tokens that come next, and its gradient's norm."""
-        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        batch = self.batches(self.state.step, self.world.rank, self.world.size)
         few = Batch(*(field[: self.recipe.run.micro or len(field)] for field in batch))
         buffers = [(buffer, buffer.clone()) for buffer in self.bare.buffers()]
         learn = self.learning or False
@@ -515,8 +334,8 @@ class Trainer:
 
     def step(self) -> None:
         """One optimizer step, skipped as a whole if the loss or gradient is not finite."""
-        memory, optim = self.memory, self.recipe.optim
-        batch = self.batches(memory.step, self.world.rank, self.world.size)
+        state, optim = self.state, self.recipe.optim
+        batch = self.batches(state.step, self.world.rank, self.world.size)
         found = gradients(
             self.model,
             batch,
@@ -528,39 +347,39 @@ class Trainer:
         )
         norm = _norm(self.bare, optim.clip)
         facts = {"loss": found.loss, "gradient_norm": norm, "tokens": found.tokens}
-        if (memory.step + 1) % self.progress.every == 0:
+        if (state.step + 1) % self.progress.every == 0:
             norms = level_norms(self.bare, self.world)
             facts |= {f"gradient_norm/{level}": value for level, value in norms.items()}
         if math.isfinite(found.loss) and math.isfinite(norm):
             self._take(found)
-            self.memory = self.memory._replace(bad=0)
+            self.state = self.state._replace(bad=0)
         else:
             self._refuse(found.loss, norm)
         self.optimizer.zero_grad(set_to_none=True)
-        self.memory = self.memory._replace(step=memory.step + 1)
+        self.state = self.state._replace(step=state.step + 1)
         facts["lr"] = self.optimizer.param_groups[0]["lr"]
-        self.progress.step(self.memory.step, found.tokens, facts)
+        self.progress.step(self.state.step, found.tokens, facts)
 
-    def _take(self, found: Gradients) -> None:
-        factor = self.recipe.schedule(self.memory.step)
+    def _take(self, found: BackwardResult) -> None:
+        factor = self.recipe.schedule(self.state.step)
         for group, rate in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
         with contextlib.nullcontext() if self._resumed is None else _sound(self._resumed):
             self.optimizer.step()
         self._resumed = None
-        self._watch(self.memory.step + 1)
+        self._watch(self.state.step + 1)
         self.carry, self.loss = found.carry, found.loss
 
     def _refuse(self, loss: float, norm: float) -> None:
-        memory = self.memory
-        self.memory = memory._replace(bad=memory.bad + 1, skipped=memory.skipped + 1)
+        state = self.state
+        self.state = state._replace(bad=state.bad + 1, skipped=state.skipped + 1)
         self.progress.say(
-            f"step {memory.step + 1} skipped, nothing changed: loss {loss}, gradient norm {norm}"
+            f"step {state.step + 1} skipped, nothing changed: loss {loss}, gradient norm {norm}"
         )
-        if self.memory.bad >= self.recipe.run.max_bad:
+        if self.state.bad >= self.recipe.run.max_bad:
             raise TrainingFailedError(
-                f"{self.memory.bad} steps in a row had a loss or gradient that is not finite"
-                f" (last: loss {loss}, gradient norm {norm}); stopped at step {memory.step + 1}."
+                f"{self.state.bad} steps in a row had a loss or gradient that is not finite"
+                f" (last: loss {loss}, gradient norm {norm}); stopped at step {state.step + 1}."
                 f" {ADVICE.format(self.checkpoints)}"
             )
 
@@ -570,7 +389,7 @@ class Trainer:
         levels = self.bare.config.memory_levels
         grow = self.recipe.model.grow or (0,) * len(levels)
         both = zip(levels, grow, strict=True)
-        return [lv.name for lv, first in both if lv.active and self.memory.step >= first]
+        return [lv.name for lv, first in both if lv.active and self.state.step >= first]
 
     def _judge_levels(self) -> None:
         """Log what each learning level does, and what it is worth.
@@ -583,30 +402,30 @@ class Trainer:
         if not levels:
             return
         worth = effects(self.model, self.valid, self.recipe, self.world, levels)
-        batch = self.batches(self.memory.step, self.world.rank, self.world.size)
+        batch = self.batches(self.state.step, self.world.rank, self.world.size)
         facts = {f"effect/{name}": value for name, value in worth.items()}
         facts |= level_measures(self.model, batch.ids[:1].to(self.world.device), self.learning)
         if self.bare.rates is not None:
             names = [level.name for level in self.bare.config.memory_levels]
             found = zip(names, self.bare.rates().tolist(), strict=True)
             facts |= {f"rate/{name}": rate for name, rate in found if name in worth}
-        self.progress.record(self.memory.step, facts)
+        self.progress.record(self.state.step, facts)
         says = ", ".join(f"{name} {value:+.4f}" for name, value in worth.items())
-        self.progress.say(f"step {self.memory.step}: effect of the levels: {says}")
+        self.progress.say(f"step {self.state.step}: effect of the levels: {says}")
 
     def judge(self) -> None:
         """Evaluate, and remember whether it got better; learning levels tell their effect."""
         learn = self.learning or False
-        loss = evaluate(self.model, self.valid, self.recipe, self.world, learn=learn)
+        loss = validation_loss(self.model, self.valid, self.recipe, self.world, learn=learn)
         if learn:
             self._judge_levels()
-        memory = self.memory
-        if loss < memory.best:
-            self.memory = memory._replace(best=loss, best_step=memory.step, stale=0)
+        state = self.state
+        if loss < state.best:
+            self.state = state._replace(best=loss, best_step=state.step, stale=0)
         else:
-            self.memory = memory._replace(stale=memory.stale + 1)
-        self.progress.record(memory.step, {"validation_loss": loss})
-        self.progress.say(f"step {memory.step}: validation loss {loss:.4f}")
+            self.state = state._replace(stale=state.stale + 1)
+        self.progress.record(state.step, {"validation_loss": loss})
+        self.progress.say(f"step {state.step}: validation loss {loss:.4f}")
 
     def sample(self) -> None:
         """Show what the model writes."""
@@ -618,14 +437,14 @@ class Trainer:
         out = self.bare.generate(**ids, max_new_tokens=80, do_sample=False)
         self.bare.train()
         text = tokenizer.decode(out[0], skip_special_tokens=True)
-        self.progress.record(self.memory.step, {"sample": text})
+        self.progress.record(self.state.step, {"sample": text})
         self.progress.say(f"sample: {text!r}")
 
     @property
     def done(self) -> bool:
         run = self.recipe.run
-        stale = run.patience is not None and self.memory.stale >= run.patience
-        return self.memory.step >= run.steps or stale
+        stale = run.patience is not None and self.state.stale >= run.patience
+        return self.state.step >= run.steps or stale
 
 
 def _warn_of_bf16(progress: Progress) -> None:
@@ -654,7 +473,7 @@ _FACTS = {
     "recipe": {"model": dict, "data": dict, "optim": dict, "run": dict},
     "loss": float,
 }
-_MEMORY = {
+_STATE = {
     "step": int,
     "best": float,
     "best_step": object,
@@ -676,19 +495,23 @@ def _sound(found: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def _load_memory(found: Checkpoint) -> _Memory:
+def _load_state(found: Checkpoint) -> _RunState:
     """The numbers of a run between its steps."""
-    saved = expect(found.load("memory"), _MEMORY, f"{found.path}: memory")
+    saved = expect(found.load("memory"), _STATE, f"{found.path}: memory")
     if saved["best_step"] is not None:
         expect(saved["best_step"], int, f"{found.path}: best_step")
     if saved["step"] != found.step:
         raise BrokenFileError(f"{found.path}: step {saved['step']} in the checkpoint {found.step}")
-    return _Memory(**saved)
+    return _RunState(**saved)
 
 
 def _same_run(found: Checkpoint, recipe: Recipe, folder: Path) -> None:
     """Refuse to continue a run of another model or other data; its length may change."""
     old, new = found.facts["recipe"], recipe.to_json()
+    for before, now in RENAMED.items():
+        part, _, name = before.partition(".")
+        if name in old[part]:
+            old[part].setdefault(now.partition(".")[2], old[part][name])
     for part, keys in (
         ("model", None),
         ("data", None),

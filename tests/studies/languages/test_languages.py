@@ -227,7 +227,7 @@ def test_a_half_trained_base_goes_on_however_its_data_is_spelled(
 def test_a_base_killed_while_it_was_exported_is_made_whole(tmp_path):
     """Whatever an export left behind, the next start ends with the same model."""
     plan = Recipe(
-        model=Model(preset="tiny", mixer="hope", fields={"num_hidden_layers": 1}),
+        model=Model(preset="tiny", name="hope", fields={"num_hidden_layers": 1}),
         data=Data(
             train=("builtin:20",),
             valid=("builtin:300-302",),

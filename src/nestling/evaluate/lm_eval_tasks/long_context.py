@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from nestling.evaluate.samples import Sample, Tokens
-from nestling.evaluate.suites import SUITES, Data, samples
+from nestling.evaluate.suites import SUITES, Sources, samples
 
 
 def _tokenizer(given: dict[str, Any]) -> Any:
@@ -33,7 +33,7 @@ def documents(suite: str, task: str, **given: Any) -> dict[str, Any]:
 
     if not given.get("data"):
         raise ValueError("these tasks need texts: --metadata '{\"data\": FOLDER}'")
-    data = Data.load(given["data"])
+    data = Sources.load(given["data"])
     tokens = Tokens(_tokenizer(given))
     count = int(given.get("samples", 100))
     rows = [

@@ -126,7 +126,7 @@ def forward_layers(
     """Output of a stack of linear layers, each layer's input x_l, and its product z_l = W_l x_l."""
     inputs, products = [x], [x @ weights[0].mT]
     for weight in weights[1:]:
-        inputs.append(activation.function(products[-1]))
+        inputs.append(activation(products[-1]))
         products.append(inputs[-1] @ weight.mT)
     return products[-1], inputs, products
 

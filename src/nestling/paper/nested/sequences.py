@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.continuum.supervised import Loss
 from nestling.objectives import Matrix, Objective, dot
 from nestling.paper.nested.problem import ONE, Problem, View
 from nestling.paper.nested.solve import keep_context
@@ -196,9 +197,6 @@ def linear_attention(
         ),
         learner(outer, projections, predict, loss, rate=rate, chunk=length, through=(inside,)),
     )
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def transformer_block(

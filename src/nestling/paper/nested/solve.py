@@ -33,23 +33,23 @@ class Due(NamedTuple):
     order: int
 
 
-class Met(NamedTuple):
+class Measured(NamedTuple):
     """The chunk's loss before the update, and the norm of its gradient."""
 
     loss: float
     grad_norm: float
 
 
-NOTHING = Met(float("nan"), 0.0)
+NOTHING = Measured(float("nan"), 0.0)
 """A box that only keeps its context has no loss."""
 
 
 class Solved(NamedTuple):
-    """New parameters and state, and the loss and gradient that were met."""
+    """New parameters and state, and the loss and gradient before."""
 
     parameters: Parameters
     state: State
-    met: Met
+    before: Measured
 
 
 class Solver(NamedTuple):
@@ -65,12 +65,12 @@ def leaf(parameters: Parameters) -> Parameters:
     return {name: value.detach().requires_grad_() for name, value in parameters.items()}
 
 
-def gradient(due: Due, parameters: Parameters) -> tuple[Parameters, Met]:
+def gradient(due: Due, parameters: Parameters) -> tuple[Parameters, Measured]:
     """The gradient of the chunk's loss, differentiable itself when the order asks for it."""
     loss = due.loss(parameters)
     if not loss.requires_grad:  # nothing in this context depends on the parameters
         zeros = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        return zeros, Met(float(loss / len(due.contexts)), 0.0)
+        return zeros, Measured(float(loss / len(due.contexts)), 0.0)
     grads = torch.autograd.grad(
         loss,
         list(parameters.values()),
@@ -79,8 +79,8 @@ def gradient(due: Due, parameters: Parameters) -> tuple[Parameters, Met]:
         materialize_grads=True,
     )
     norm = torch.stack([grad.detach().square().sum() for grad in grads]).sum().sqrt()
-    met = Met(float(loss.detach() / len(due.contexts)), float(norm))
-    return dict(zip(parameters, grads if due.order == 2 else [g.detach() for g in grads])), met
+    before = Measured(float(loss.detach() / len(due.contexts)), float(norm))
+    return dict(zip(parameters, grads if due.order == 2 else [g.detach() for g in grads])), before
 
 
 def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
@@ -93,8 +93,8 @@ def descend(rule: Rule = identity, *, steps: int = 1) -> Solver:
     def solve(due: Due) -> Solved:
         parameters, state, first = due.parameters, due.state, NOTHING
         for step in range(steps):
-            grads, met = gradient(due, parameters)
-            first = first if step else met
+            grads, before = gradient(due, parameters)
+            first = first if step else before
             gates = due.gates._replace(step=(due.gates.step - 1) * steps + step + 1)
             moved = {
                 name: apply(rule, value, Write(grads[name]), state[name], gates)
@@ -119,8 +119,8 @@ def solution(closed: Callable[[Parameters, Sequence[Any], Gates], Parameters]) -
     """Solve Eq. 98-99 (or Eq. 6) at once, by a closed form of parameters, contexts and gates."""
 
     def solve(due: Due) -> Solved:
-        _, met = gradient(due, due.parameters)
-        return Solved(closed(due.parameters, due.contexts, due.gates), due.state, met)
+        _, before = gradient(due, due.parameters)
+        return Solved(closed(due.parameters, due.contexts, due.gates), due.state, before)
 
     return Solver(lambda parameters: (), solve, "closed form")
 
@@ -156,9 +156,9 @@ def minimise(*, steps: int = 100, tolerance: float = 1e-12) -> Solver:
             total.backward(inputs=list(found.values()), retain_graph=True)
             return total
 
-        _, met = gradient(due, due.parameters)
+        _, before = gradient(due, due.parameters)
         search.step(closure)
-        return Solved({name: value.detach() for name, value in found.items()}, due.state, met)
+        return Solved({name: value.detach() for name, value in found.items()}, due.state, before)
 
     return Solver(lambda parameters: (), solve, "argmin")
 

@@ -97,7 +97,7 @@ class NestedSystem:
                     LevelUpdate(
                         position,
                         name,
-                        *solved.met,
+                        *solved.before,
                         step=distance(solved.parameters, before[name]),
                         distance=distance(solved.parameters, problem.parameters),
                     )

@@ -1,4 +1,4 @@
-"""Knowledge transfer: how one problem of a nested system gets to know what another has learned.
+"""Knowledge transfer: how one problem of a nested system uses what another has learned.
 
 A `Transfer` is an edge of the system, declared by the problem that reads. What it carries is a
 value one can swap: `direct` hands over the other memory's state as a constant, `backpropagation`

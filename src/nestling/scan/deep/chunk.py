@@ -56,21 +56,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nestling.scan.deep.types import Sigma
+from nestling.activations import Activation
 from nestling.scan.numerics import Workspace, decay, unit_inverse
 
 
-class How(NamedTuple):
+class Variant(NamedTuple):
     """The variant: what `scan_mlp` takes as options."""
 
     squared: bool  # l2, else dot
-    erase: bool  # dgd, else gd
+    erase: bool
     clip: float | None
     bound: bool
-    sigma: Sigma
+    sigma: Activation
 
 
-class Gates(NamedTuple):
+class ChunkGates(NamedTuple):
     """Everything a chunk needs of rate and retain."""
 
     Lb: Tensor  # [N, C, C]
@@ -97,14 +97,14 @@ class FirstLayer(NamedTuple):
     qx: Tensor | None  # [N, C, C]: Q X'
 
 
-class Weights(NamedTuple):
+class TwoLayers(NamedTuple):
     """Both layers, or their gradients."""
 
     s1: Tensor  # [N, D, H]
     s2: Tensor  # [N, H, D]
 
 
-class Writing(NamedTuple):
+class SavedWrite(NamedTuple):
     """The results of `write` that the reads and the backward pass use."""
 
     z: Tensor  # [N, C, H]
@@ -121,13 +121,13 @@ class Writing(NamedTuple):
     inverse: Tensor | None  # [N, C, C]
 
 
-def hidden(saved: Writing, how: How) -> Tensor:
+def hidden(saved: SavedWrite, how: Variant) -> Tensor:
     """K, layer 1's inputs, once more."""
     h = how.sigma.value(saved.z, saved.gate)
     return h if saved.size is None else h.div_(saved.size)
 
 
-class Reading(NamedTuple):
+class SavedRead(NamedTuple):
     """The results of `read` that the backward pass uses."""
 
     z: Tensor  # [N, C, H]: Zq
@@ -163,10 +163,10 @@ def tables(rate: Tensor, retain: Tensor) -> tuple[Tensor, Tensor]:
     return _Tables.apply(rate, retain)
 
 
-def gates(g: Tensor, rated: Tensor, after: bool) -> Gates:
+def gates(g: Tensor, rated: Tensor, after: bool) -> ChunkGates:
     """Views into the tables of a chunk, or into their gradients."""
     reads = slice(1, None) if after else slice(None, -1)
-    return Gates(
+    return ChunkGates(
         rated[:, :-1], rated[:, reads], rated[:, -1].unsqueeze(-1),
         g[:, reads].unsqueeze(-1), g[:, :-1].unsqueeze(-1), g[:, -1:].unsqueeze(-1),
     )  # fmt: skip
@@ -204,8 +204,8 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def write(
-    w: Weights, c: Chunk, g: Gates, first: FirstLayer, how: How
-) -> tuple[Weights, Writing, Tensor]:
+    w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer, how: Variant
+) -> tuple[TwoLayers, SavedWrite, Tensor]:
     """The weights after the chunk, what is worth keeping, and K (Eq. 88, 90 layer by layer)."""
     s1, s2 = w
     z = torch.bmm(c.x, s2.mT)
@@ -232,13 +232,20 @@ def write(
         e2 = torch.bmm(first.inverse, u2.addcmul_(z, g.gp, value=-1.0))
     new1 = (s1 * g.gC).baddbmm_((e1 * g.cb).mT, k)
     new2 = (s2 * g.gC).baddbmm_(e2.mT, c.x * g.cb)
-    saved = Writing(z, gate, back, e2, e1, u1, p, size, keep1, keep2, gram, inverse)
-    return Weights(new1, new2), saved, k
+    saved = SavedWrite(z, gate, back, e2, e1, u1, p, size, keep1, keep2, gram, inverse)
+    return TwoLayers(new1, new2), saved, k
 
 
 def read(
-    w: Weights, c: Chunk, g: Gates, first: FirstLayer, e1: Tensor, e2: Tensor, k: Tensor, how: How
-) -> tuple[Tensor, Reading]:
+    w: TwoLayers,
+    c: Chunk,
+    g: ChunkGates,
+    first: FirstLayer,
+    e1: Tensor,
+    e2: Tensor,
+    k: Tensor,
+    how: Variant,
+) -> tuple[Tensor, SavedRead]:
     """Reads at every token: two composed reads (Eq. 88, 91)."""
     if c.q is None or first.qx is None:
         raise ValueError("read needs queries")
@@ -247,13 +254,13 @@ def read(
     h = how.sigma.value(z, gate)
     f, qk = torch.bmm(h, w.s1.mT), torch.bmm(h, k.mT)
     y = torch.addcmul(c.q, f, g.r).baddbmm_(qk * g.Rb, e1)
-    return y, Reading(z, gate, qk, f)
+    return y, SavedRead(z, gate, qk, f)
 
 
 class Adjoint(NamedTuple):
     """The gradients that the backward of the read hands to the backward of the write."""
 
-    weights: Weights
+    weights: TwoLayers
     k: Tensor  # [N, C, H]
     e1: Tensor  # [N, C, D]
     e2: Tensor  # [N, C, H]
@@ -269,8 +276,8 @@ class ReadGrads(NamedTuple):
 
 
 def read_backward(
-    dy: Tensor, w: Weights, c: Chunk, g: Gates, first: FirstLayer, saved: Reading,
-    e1: Tensor, e2: Tensor, k: Tensor, how: How,
+    dy: Tensor, w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer, saved: SavedRead,
+    e1: Tensor, e2: Tensor, k: Tensor, how: Variant,
 ) -> tuple[ReadGrads, Adjoint]:  # fmt: skip
     """See the module's docstring."""
     if c.q is None or first.qx is None:
@@ -291,14 +298,14 @@ def read_backward(
     de2 = torch.bmm((first.qx * g.Rb).mT, dz)
     dr = _rows(dy, saved.f).add_(_rows(c.q, through))
     d_rb = m1.mul_(saved.qk).addcmul_(m2, first.qx)
-    adjoint = Adjoint(Weights(ds1, ds2), dk, de1, de2, torch.bmm(k2.mT, c.q))
+    adjoint = Adjoint(TwoLayers(ds1, ds2), dk, de1, de2, torch.bmm(k2.mT, c.q))
     return ReadGrads(dq, d_rb, dr), adjoint
 
 
 class WriteGrads(NamedTuple):
     """Gradients of what the write uses."""
 
-    weights: Weights
+    weights: TwoLayers
     x: Tensor  # [N, C, D]
     v: Tensor  # [N, C, D]
     Lb: Tensor | None  # [N, C, C]
@@ -308,8 +315,8 @@ class WriteGrads(NamedTuple):
 
 
 def write_backward(
-    d: Weights, add: Adjoint | None, w: Weights, c: Chunk, g: Gates, first: FirstLayer,
-    saved: Writing, k: Tensor, how: How,
+    d: TwoLayers, add: Adjoint | None, w: TwoLayers, c: Chunk, g: ChunkGates, first: FirstLayer,
+    saved: SavedWrite, k: Tensor, how: Variant,
 ) -> WriteGrads:  # fmt: skip
     """Gradients of a chunk's inputs from those of its end and of its reads; overwrites `add`."""
     (s1, s2), (d1, d2), s = w, d, saved
@@ -358,7 +365,7 @@ def write_backward(
         dz.addcmul_(b2, g.gp, value=-1.0)
     dx.baddbmm_(dz, s2)
     n2.baddbmm_(dz.mT, c.x)
-    return WriteGrads(Weights(n1, n2), dx, f1, d_lb, dcb, dgp, dgc)
+    return WriteGrads(TwoLayers(n1, n2), dx, f1, d_lb, dcb, dgp, dgc)
 
 
 def _bound_backward(dk: Tensor, k: Tensor, size: Tensor, dsize: Tensor | None) -> Tensor:

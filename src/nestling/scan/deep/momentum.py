@@ -9,7 +9,7 @@ velocity where the chunk starts,
 
 So momentum only changes the tables, which do not depend on the weights: they are made for all
 chunks at once, and so is all that is asked of the first layer's inputs. Autograd differentiates it,
-to any order. `nestling.scan.deep.naive.compose` is the same out of two matrix scans.
+to any order. `nestling.scan.deep.naive.by_matrix_scans` is the same out of two matrix scans.
 """
 
 from __future__ import annotations

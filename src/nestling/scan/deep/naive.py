@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from nestling.activations import Activation, silu
 from nestling.levels import boundaries
 from nestling.objectives import Objective, l2
-from nestling.scan.checks import MomentumState, Read, Rule, is_l2
-from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu, with_starts
+from nestling.scan.checks import Read, is_l2
+from nestling.scan.deep.types import MLPOptions, MLPState, check_mlp, with_starts
 from nestling.scan.delta.naive import scan_naive
+from nestling.scan.delta.types import MatrixAndVelocity
 from nestling.scan.numerics import compute_dtype
 
 
@@ -39,7 +41,7 @@ def clipped(vector: Tensor, most: float | None) -> Tensor:
 
 def signals(
     w1: Tensor, w2: Tensor, x: Tensor, v: Tensor, *,
-    objective: Objective, clip: float | None, bound_inputs: bool, sigma: Sigma,
+    objective: Objective, clip: float | None, bound_inputs: bool, sigma: Activation,
 ) -> Signals:  # fmt: skip
     """Inputs and errors of both layers at the weights given (Eq. 29-31, 92-93; deviation 6, 10.8).
 
@@ -63,14 +65,14 @@ def mlp_naive(
     queries: Tensor | None = None,
     *,
     objective: Objective = l2,
-    rule: Rule = "dgd",
+    erase: bool = True,
     read: Read = "after",
     chunk: int = 64,
     clip: float | None = None,
     bound_inputs: bool = True,
     momentum: Tensor | None = None,
     recompute: bool = False,
-    sigma: Sigma = silu,
+    sigma: Activation = silu,
     check: bool = True,
 ) -> tuple[Tensor | None, MLPState]:
     """`scan_mlp` token by token, differentiable to any order; chunk = 1 is online (Eq. 88).
@@ -78,15 +80,15 @@ def mlp_naive(
     `recompute` is accepted for the signature's sake and changes nothing.
     """
     options = MLPOptions(
-        objective=objective, rule=rule, read=read, chunk=chunk, clip=clip,
+        objective=objective, erase=erase, read=read, chunk=chunk, clip=clip,
         bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
     )  # fmt: skip
     given = (state, x, v, rate, retain, queries)
     check_mlp(*given, check=check, **options)
-    return compose(scan_naive, *given, **options)
+    return by_matrix_scans(scan_naive, *given, **options)
 
 
-def compose(
+def by_matrix_scans(
     scan: Callable[..., tuple[Any, Any]], state: MLPState, x: Tensor, v: Tensor, rate: Tensor,
     retain: Tensor, queries: Tensor | None, **options: Unpack[MLPOptions],
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
@@ -115,7 +117,7 @@ def compose(
             bound_inputs=options["bound_inputs"], sigma=sigma,
         )  # fmt: skip
         how: dict[str, Any] = {"momentum": theta, "check": False}
-        how |= {"rule": options["rule"], "read": options["read"]}
+        how |= {"erase": options["erase"], "read": options["read"]}
         z, layer2 = scan(_layer(state.w2, state.velocity2, theta), xs, learn.u2, *gates, qs, **how)
         hidden = sigma(z) if qs is not None else None
         y, layer1 = scan(
@@ -138,4 +140,4 @@ def compose(
 def _layer(weight: Tensor, velocity: Tensor | None, theta: Tensor | None) -> Any:
     if theta is None:
         return weight
-    return MomentumState(weight, torch.zeros_like(weight) if velocity is None else velocity)
+    return MatrixAndVelocity(weight, torch.zeros_like(weight) if velocity is None else velocity)

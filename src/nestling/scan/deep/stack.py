@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nestling.activations import silu
 from nestling.scan.deep import chunk as two
-from nestling.scan.deep.types import silu
 
 
 def learn_chunk(
@@ -25,7 +25,7 @@ def learn_chunk(
     w1 [b, N, D, H], w2 [b, N, H, D], k and q [b, C, D], targets [b, N, C, D], gates [b, C]. The
     chunk starts at these weights; the nonlinearity is silu, inputs of layer 1 are bounded.
     """
-    how = two.How(squared, erase, clip, True, silu)
+    how = two.Variant(squared, erase, clip, True, silu)
     return _Chunk.apply(how, w1, w2, k, q, targets, *two.tables(rate, retain))
 
 
@@ -34,29 +34,29 @@ def _spread(part: Tensor | None, many: int) -> Any:
     return None if part is None else part.repeat_interleave(many, 0)
 
 
-Stacked = tuple[two.Weights, two.Chunk, two.Gates, two.FirstLayer]
+Stacked = tuple[two.TwoLayers, two.Chunk, two.ChunkGates, two.FirstLayer]
 
 
 def _stacks(
-    w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor, gates: two.Gates,
+    w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor, gates: two.ChunkGates,
     layer: two.FirstLayer,
 ) -> tuple[Stacked, Stacked]:  # fmt: skip
     """The arguments of `chunk`'s passes: of all memories, to write; of the first one, to read."""
     many = w1.shape[1]
     everyone = (
-        two.Weights(w1.flatten(0, 1), w2.flatten(0, 1)),
+        two.TwoLayers(w1.flatten(0, 1), w2.flatten(0, 1)),
         two.Chunk(_spread(k, many), targets.flatten(0, 1), None),
-        two.Gates(*(_spread(part, many) for part in gates)),
+        two.ChunkGates(*(_spread(part, many) for part in gates)),
         two.FirstLayer(*(_spread(part, many) for part in layer)),
     )
-    main = (two.Weights(w1[:, 0], w2[:, 0]), two.Chunk(k, targets[:, 0], q), gates, layer)
+    main = (two.TwoLayers(w1[:, 0], w2[:, 0]), two.Chunk(k, targets[:, 0], q), gates, layer)
     return everyone, main
 
 
 class _Chunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: two.How, w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor,
+        ctx: Any, how: two.Variant, w1: Tensor, w2: Tensor, k: Tensor, q: Tensor, targets: Tensor,
         g: Tensor, rated: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         n, gates = w1.shape[1], two.gates(g, rated, False)
@@ -73,8 +73,8 @@ class _Chunk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, d1: Tensor, d2: Tensor) -> tuple[Tensor | None, ...]:
         w1, w2, k, q, targets, g, rated, *rest = ctx.saved_tensors
-        layer, hidden, reading = two.FirstLayer(*rest[:3]), rest[3], two.Reading(*rest[4:8])
-        writing, how, n = two.Writing(*rest[8:]), ctx.how, w1.shape[1]
+        layer, hidden, reading = two.FirstLayer(*rest[:3]), rest[3], two.SavedRead(*rest[4:8])
+        writing, how, n = two.SavedWrite(*rest[8:]), ctx.how, w1.shape[1]
         everyone, main = _stacks(w1, w2, k, q, targets, two.gates(g, rated, False), layer)
         some, near = two.read_backward(
             dy, *main, reading, writing.e1[::n], writing.e2[::n], hidden[::n], how
@@ -90,13 +90,13 @@ class _Chunk(torch.autograd.Function):
             return grad.unflatten(0, (-1, n)).sum(1)
 
         add = two.Adjoint(
-            two.Weights(*(among(part) for part in near.weights)),
+            two.TwoLayers(*(among(part) for part in near.weights)),
             among(near.k),
             among(near.e1),
             among(near.e2),
             among(near.x),
         )
-        ends = two.Weights(d1.flatten(0, 1), d2.flatten(0, 1))
+        ends = two.TwoLayers(d1.flatten(0, 1), d2.flatten(0, 1))
         more = two.write_backward(ends, add, *everyone, writing, hidden, how)
         dg, drated = torch.zeros_like(g), torch.zeros_like(rated)
         into = two.gates(dg, drated, False)

@@ -1,19 +1,18 @@
-"""The two-layer scan's arguments: the memory's state, its nonlinearity, options and checks.
+"""The two-layer scan's arguments: the memory's state, options and checks.
 
 Legend: `...` leading dimensions (sequences, heads), T tokens, D width, H hidden width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from nestling.checks import one_of
+from nestling.activations import Activation
 from nestling.objectives import Objective
-from nestling.scan.checks import Read, Rule, check_chunk, check_range, check_tensor, is_l2
+from nestling.scan.checks import Read, check_chunk, check_form, check_range, check_tensor, is_l2
 
 
 class MLPState(NamedTuple):
@@ -34,53 +33,17 @@ class MLPState(NamedTuple):
     position: int = 0
 
 
-class Sigma(NamedTuple):
-    """An element-wise nonlinearity with two derivatives, all from z and one saved `gate`."""
-
-    gate: Callable[[Tensor], Tensor]
-    value: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma(z)
-    slope: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma'(z)
-    curve: Callable[[Tensor, Tensor], Tensor]  # (z, gate) -> sigma''(z)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.value(z, self.gate(z))
-
-
-def _silu_slope(z: Tensor, gate: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(z, gate).add_(gate)  # z g (1 - g) + g
-
-
-def _silu_curve(z: Tensor, gate: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(torch.addcmul(z, z, gate, value=-2.0).add_(2.0), gate)
-
-
-def _normal(z: Tensor) -> Tensor:
-    return torch.exp(-0.5 * z * z) * 0.3989422804014327
-
-
-silu = Sigma(torch.sigmoid, torch.mul, _silu_slope, _silu_curve)
-"""`z sigmoid(z)`. The default: one exponential serves the value and both derivatives."""
-
-gelu = Sigma(
-    torch.special.ndtr,
-    torch.mul,
-    lambda z, gate: torch.addcmul(gate, z, _normal(z)),
-    lambda z, gate: (2.0 - z * z) * _normal(z),
-)
-"""`z Phi(z)`."""
-
-
 class MLPOptions(TypedDict):
     """The options of the two-layer scan in every form; `scan_mlp` explains them."""
 
     objective: Objective
-    rule: Rule
+    erase: bool
     read: Read
     chunk: int
     clip: float | None
     bound_inputs: bool
     momentum: Tensor | None
-    sigma: Sigma
+    sigma: Activation
 
 
 def check_mlp(
@@ -90,8 +53,7 @@ def check_mlp(
     """Raise ValueError or TypeError on the first argument that does not fit."""
     chunk, clip, momentum = options["chunk"], options["clip"], options["momentum"]
     is_l2(options["objective"])
-    one_of("rule", options["rule"], ("dgd", "gd"))
-    one_of("read", options["read"], ("after", "before"))
+    check_form(options["erase"], options["read"])
     check_chunk(chunk)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip must be a positive number, or None for no clipping; got {clip!r}")

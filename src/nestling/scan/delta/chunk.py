@@ -6,8 +6,8 @@ Inside one chunk let `M_0`, `Z_0` be the memory and the velocity at its start, `
     G_ts = prod_{s < r <= t} a_r  (0 for s > t)      g_t = G_t0
     H_ts = prod_{s < r <= t} h_r                     z_t = sum_{1 <= s <= t} G_ts H_s0.
 
-**Memory.** `M_t = a_t M_{t-1} + n_t e_t x_t^T + Z_t` with `e_t = -M_{t-1} x_t` (dgd; 0 for gd) and
-`Z_t = h_t Z_{t-1} + n_t u_t x_t^T`. Unrolled, with `P = G H`,
+**Memory.** `M_t = a_t M_{t-1} + n_t e_t x_t^T + Z_t` with `e_t = -M_{t-1} x_t` (0 without `erase`)
+and `Z_t = h_t Z_{t-1} + n_t u_t x_t^T`. Unrolled, with `P = G H`,
 
     M_t = g_t M_0 + z_t Z_0 + sum_{s <= t} (G_ts n_s e_s + P_ts n_s u_s) x_s^T
     Z_t = H_t0 Z_0 + sum_{s <= t} H_ts n_s u_s x_s^T.
@@ -56,8 +56,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nestling.scan.checks import MomentumState, Options, Read, Rule
+from nestling.scan.checks import Read
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.types import MatrixAndVelocity, Options
 from nestling.scan.numerics import compute_dtype
 
 
@@ -106,17 +107,17 @@ def scan_chunk_autograd(
             gates = [None if t is None else t[..., start:stop] for t in (rate, retain, momentum)]
             size = min(chunk, stop - start)
             reads, state = _whole_chunks(
-                state, rows, gates, rule=options["rule"], read=options["read"], chunk=size
+                state, rows, gates, erase=options["erase"], read=options["read"], chunk=size
             )
             parts.append(reads)
     return (None if queries is None else torch.cat(parts, -2)), state
 
 
 def _whole_chunks(
-    state: Any, rows: Any, gates: Any, *, rule: Rule, read: Read, chunk: int
+    state: Any, rows: Any, gates: Any, *, erase: bool, read: Read, chunk: int
 ) -> tuple[Tensor | None, Any]:
     (x, u, queries), (rate, retain, momentum) = rows, gates
-    weight, velocity = state if isinstance(state, MomentumState) else (state, None)
+    weight, velocity = state if isinstance(state, MatrixAndVelocity) else (state, None)
     dtype = compute_dtype(weight, velocity, x, u, rate, retain, queries, momentum)
 
     def cut(tensor: Tensor, dim: int) -> Tensor:  # [..., T, (D)] -> [..., N, C, (D)]
@@ -133,7 +134,7 @@ def _whole_chunks(
     scaled = X * eta.unsqueeze(-1)
     weight, velocity = weight.to(dtype), None if velocity is None else velocity.to(dtype)
     solved = None
-    if rule == "dgd":
+    if erase:
         gram = X @ scaled.mT  # [..., N, C, C]
         given = [g[..., :-1, :] * X, (own[..., :-1, :] * gram) @ U]
         if z is not None:
@@ -191,5 +192,5 @@ def _walk(
     E = torch.stack(errors, -3) if errors else None
     begin = torch.stack(weights, -3)
     moving = torch.stack(velocities, -3) if velocities else begin
-    end = weight if velocity is None else MomentumState(weight, velocity)
+    end = weight if velocity is None else MatrixAndVelocity(weight, velocity)
     return E, (begin, moving), end

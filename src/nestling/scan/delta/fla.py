@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from nestling.scan.backends import INSTALLED, MISSING_FLA
-from nestling.scan.checks import Options, Read, Rule
+from nestling.scan.checks import Read
+from nestling.scan.delta.types import Options
 
 LEAST = 1e-6
 """Smallest retain that the logarithm is taken of."""
@@ -69,7 +70,7 @@ def scan_fla(
     if why is not None:
         raise ImportError(why) if why == MISSING_FLA else ValueError(why)
     given = (state, x, u, rate, retain, queries)
-    return map_to_fla(_kernels(), *given, rule=options["rule"], read=options["read"])
+    return map_to_fla(_kernels(), *given, erase=options["erase"], read=options["read"])
 
 
 def _kernels() -> Kernels:
@@ -83,7 +84,7 @@ def _kernels() -> Kernels:
 
 def map_to_fla(
     kernels: Kernels, state: Tensor, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor,
-    queries: Tensor | None, *, rule: Rule, read: Read,
+    queries: Tensor | None, *, erase: bool, read: Read,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """The algebra of this back end, with any kernels that follow fla's conventions.
 
@@ -107,9 +108,9 @@ def map_to_fla(
         asked = torch.cat([asked[..., 1:, :], torch.zeros_like(asked[..., :1, :])], -2)
     common: dict[str, Any] = {"scale": 1.0, "initial_state": start, "output_final_state": True}
     common |= {"q": rows(asked), "k": rows(x), "g": alpha.log()}
-    weight = alpha if rule == "dgd" else eta
+    weight = alpha if erase else eta
     value = (rows(u) * weight.unsqueeze(-1)).to(u.dtype)
-    if rule == "dgd":
+    if erase:
         out, end = kernels[0](v=value, beta=eta / alpha, **common)
     else:
         out, end = kernels[1](v=value, **common)

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import MomentumState, Options
+from nestling.norm import EPS
 from nestling.scan.delta.chunk import scan_chunk_autograd
 from nestling.scan.delta.naive import run_naive
+from nestling.scan.delta.types import MatrixAndVelocity, Options
 from nestling.scan.numerics import Workspace, compute_dtype, decay, unit_inverse
 from nestling.scan.opaque import differentiate_once, only_needed
 
@@ -36,16 +37,13 @@ GIVEN = "Tensor state, Tensor x, Tensor u, Tensor rate, Tensor retain, Tensor? q
 EXTRA = "Tensor? home, Tensor? share"
 FORM = "bool erase, bool after, int chunk, bool recompute"
 
-EPS = 1e-6
-"""Added to squared lengths, as in `nestling.norm.unit`."""
-
 SEGMENT = 1 << 18
 """Numbers in one tensor of a segment on a CPU (1 MB in float32): enough work to hide the cost of a
 call, and a dozen such tensors stay in cache, so the time per token does not grow with the sequence.
 Other devices want few large launches: there a segment is all whole chunks."""
 
 
-class Segment(NamedTuple):
+class ChunkRange(NamedTuple):
     """Tokens `[start, stop)`: `chunks` chunks of `size` tokens, the first being chunk `first`."""
 
     start: int
@@ -74,7 +72,7 @@ class Segment(NamedTuple):
         return flat.narrow(0, self.start * sequences * width, math.prod(shape)).view(shape)
 
 
-def segments(x: Tensor, width: int, chunk: int) -> Iterator[Segment]:
+def segments(x: Tensor, width: int, chunk: int) -> Iterator[ChunkRange]:
     """Cut x [M, T, ...] into segments of whole chunks, and one shorter chunk where T is ragged."""
     sequences, tokens = x.shape[:2]
     whole = tokens // chunk
@@ -83,15 +81,15 @@ def segments(x: Tensor, width: int, chunk: int) -> Iterator[Segment]:
         step = max(1, SEGMENT // max(1, sequences * chunk * width))
     for first in range(0, whole, step):
         count = min(step, whole - first)
-        yield Segment(first * chunk, (first + count) * chunk, first, count, chunk)
+        yield ChunkRange(first * chunk, (first + count) * chunk, first, count, chunk)
     if tokens % chunk:
-        yield Segment(whole * chunk, tokens, whole, 1, tokens % chunk)
+        yield ChunkRange(whole * chunk, tokens, whole, 1, tokens % chunk)
 
 
 class Form(NamedTuple):
     """The options of one call of the kernel."""
 
-    erase: bool  # dgd; False is gd
+    erase: bool
     after: bool  # reads see their own token's write
     chunk: int
     recompute: bool  # keep only the chunks' start states for the backward pass
@@ -107,7 +105,7 @@ class Extra(NamedTuple):
 PLAIN = Extra()
 
 
-class Saved(NamedTuple):
+class SavedForward(NamedTuple):
     """Tensors the forward pass keeps for the backward pass, in the compute dtype."""
 
     starts: Tensor  # [chunks + 1, M, Do, Di] memory at the start of every chunk, and at the end
@@ -166,7 +164,7 @@ def _rows_read(parts: Parts, after: bool) -> tuple[Tensor, Tensor]:
     schema=f"({GIVEN}, {EXTRA}, {FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _scan(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Reads `[M, T, Do]` in the queries' dtype (empty without), end state, and the `Saved`."""
+    """Reads `[M, T, Do]` in the queries' dtype (empty without), end state, and `SavedForward`."""
     state, x, u, rate, retain, queries, home, share, *form = arguments
     erase, after, chunk, recompute = form
     dtype = compute_dtype(state, x, u, rate, retain, queries)
@@ -217,7 +215,7 @@ def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _accumulate(parts: Parts, u: Tensor, memory: Tensor) -> None:
-    """gd: the errors are the targets; fills `memory[1:]` from `memory[0]`."""
+    """Without `erase` the errors are the targets; fills `memory[1:]` from `memory[0]`."""
     count, sequences = memory.shape[0] - 1, memory.shape[1]
     torch.bmm(u.mT, parts.last, out=memory[1:].view(-1, *memory.shape[2:]))
     ends = parts.g[:, -1, None, None].unflatten(0, (count, sequences)).unbind(0)
@@ -237,7 +235,7 @@ def _recur(
     parts: Parts, solved: Tensor, u: Tensor, home: Tensor | None, memory: Tensor, errors: Tensor,
     work: Workspace,
 ) -> Tensor:  # fmt: skip
-    """dgd: walk over the chunks; fills `errors` `[Q, C, Do]` and `memory[1:]` from `memory[0]`."""
+    """Over chunks that erase: fills `errors` `[Q, C, Do]`, and `memory[1:]` from `memory[0]`."""
     pieces = (memory.shape[0] - 1, memory.shape[1])
     ends = parts.g[:, -1, None, None].unflatten(0, pieces).unbind(0)
     last, seen, inverse, given, w = (
@@ -281,7 +279,7 @@ class Gradients(NamedTuple):
     home: Tensor | None
 
 
-class Reader(NamedTuple):
+class ReadSide(NamedTuple):
     """The reads' side of a segment."""
 
     q: Tensor  # [Q, C, Di]
@@ -300,7 +298,7 @@ def backward(
     rate: Tensor,
     retain: Tensor,
     queries: Tensor | None,
-    saved: Saved,
+    saved: SavedForward,
     form: Form,
     need_retain: bool,
     extra: Extra = PLAIN,
@@ -351,7 +349,7 @@ class Values(NamedTuple):
 
 
 def _values(
-    seg: Segment, u: Tensor, starts: Tensor, home: Tensor | None, work: Workspace
+    seg: ChunkRange, u: Tensor, starts: Tensor, home: Tensor | None, work: Workspace
 ) -> Values | None:
     """The segment's own values once more, all chunks at once; None where they were given."""
     if home is None:
@@ -366,8 +364,8 @@ def _values(
 
 
 def _again(
-    parts: Parts, seg: Segment, u: Tensor, values: Values | None, starts: Tensor, saved: Saved,
-    form: Form, work: Workspace,
+    parts: Parts, seg: ChunkRange, u: Tensor, values: Values | None, starts: Tensor,
+    saved: SavedForward, form: Form, work: Workspace,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The segment's errors and inverses, from what was saved or once more from the inputs."""
     sequences, out = saved.starts.shape[1:3]
@@ -384,14 +382,14 @@ def _again(
     return torch.bmm(solved, surprise, out=work("errors", *given.shape)), solved
 
 
-def _reader(parts: Parts, q: Tensor, dY: Tensor, after: bool, work: Workspace) -> Reader:
+def _reader(parts: Parts, q: Tensor, dY: Tensor, after: bool, work: Workspace) -> ReadSide:
     ratios, g = _rows_read(parts, after)
     gram = torch.bmm(q, parts.scaled.mT, out=work("scores", *ratios.shape))
-    return Reader(q, dY, ratios, g, gram, after)
+    return ReadSide(q, dY, ratios, g, gram, after)
 
 
 def _recur_back(
-    parts: Parts, solved: Tensor | None, w: Tensor, reader: Reader | None, values: Values | None,
+    parts: Parts, solved: Tensor | None, w: Tensor, reader: ReadSide | None, values: Values | None,
     dM: Tensor, dhome: Tensor | None, count: int, work: Workspace,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Adjoint of the recurrence: dR `[Q, C, Do]`, and dM at all chunk borders.
@@ -442,7 +440,7 @@ def _recur_back(
 
 def _gradients(
     parts: Parts, rate: Tensor, starts: Tensor, w: Tensor, dR: Tensor, dends: Tensor,
-    reader: Reader | None, need_retain: bool, work: Workspace,
+    reader: ReadSide | None, need_retain: bool, work: Workspace,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dx, drate, dretain and dqueries of a segment, all chunks at once."""
     shape, square = parts.x.shape, parts.G[:, 1:].shape
@@ -505,7 +503,11 @@ def _dot(left: Tensor, right: Tensor, work: Workspace) -> Tensor:
 def _scan_backward(dreads: Tensor | None, dstate: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Gradients of state, x, u, rate, retain, queries, home; empty where not needed."""
     state, x, u, rate, retain, queries, home, share = arguments[:8]
-    saved, form, need_retain = Saved(*arguments[8:11]), Form(*arguments[11:15]), arguments[15]
+    saved, form, need_retain = (
+        SavedForward(*arguments[8:11]),
+        Form(*arguments[11:15]),
+        arguments[15],
+    )
     dend = torch.zeros_like(saved.starts[-1]) if dstate is None else dstate
     extra = Extra(share, home)
     grads = backward(dreads, dend, x, u, rate, retain, queries, saved, form, need_retain, extra)
@@ -549,10 +551,10 @@ def scan_chunk(
     """The chunked scan (Eq. 90) with a hand-written backward pass, once differentiable.
 
     With momentum it is the form that autograd differentiates. `share` [M] and `home` [M, Do, Di]
-    are the kernel's `Extra`, for one leading dimension and "dgd".
+    are the kernel's `Extra`, for one leading dimension and `erase`.
     """
     tensors = (state, x, u, rate, retain, queries)
-    if options["momentum"] is not None or isinstance(state, MomentumState):
+    if options["momentum"] is not None or isinstance(state, MatrixAndVelocity):
         return scan_chunk_autograd(*tensors, **options)
     if 0 in (*x.shape, *u.shape):
         return run_naive(*tensors, **options)
@@ -562,7 +564,7 @@ def scan_chunk(
     size = math.prod(lead)
     flat = [None if t is None else t.reshape(size, *t.shape[len(lead) :]) for t in tensors]
     form = Form(
-        options["rule"] == "dgd",
+        options["erase"],
         options["read"] == "after",
         min(options["chunk"], max(1, x.shape[-2])),
         options["recompute"] or not needed,

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import MomentumState, Options, Read, Rule, check_scan
+from nestling.scan.checks import Read
+from nestling.scan.delta.types import MatrixAndVelocity, Options, check_scan
 from nestling.scan.numerics import compute_dtype
 
-S = TypeVar("S", Tensor, MomentumState)
+S = TypeVar("S", Tensor, MatrixAndVelocity)
 
 
 def scan_naive(
@@ -24,7 +25,7 @@ def scan_naive(
     retain: Tensor,
     queries: Tensor | None = None,
     *,
-    rule: Rule = "dgd",
+    erase: bool = True,
     read: Read = "after",
     chunk: int = 64,
     momentum: Tensor | None = None,
@@ -33,14 +34,14 @@ def scan_naive(
 ) -> tuple[Tensor | None, S]:
     """Write T pairs into a matrix memory, one at a time, and read it at every token.
 
-    `dgd` (Eq. 65, 88): `M_t = M_{t-1} (retain_t I - rate_t x_t x_t^T) + rate_t u_t x_t^T`;
-    `gd` (Eq. 5, 15, 64) drops the `x x^T` term. With momentum (deviation 18) the write becomes
-    `Z_t = momentum_t Z_{t-1} + rate_t u_t x_t^T` and the state is `MomentumState(M, Z)`.
+    With `erase` (Eq. 65, 88) `M_t = M_{t-1} (retain_t I - rate_t x_t x_t^T) + rate_t u_t x_t^T`;
+    without (Eq. 5, 15, 64) there is no `x x^T` term. With momentum (deviation 18) the write becomes
+    `Z_t = momentum_t Z_{t-1} + rate_t u_t x_t^T`, and the state is `MatrixAndVelocity(M, Z)`.
     Reads are `M_t q_t` (`after`) or `M_{t-1} q_t` (`before`), None without queries.
     `chunk` and `recompute` are accepted for the signature's sake and change nothing.
     """
     given = (state, x, u, rate, retain, queries)
-    options = Options(rule=rule, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
+    options = Options(erase=erase, read=read, chunk=chunk, momentum=momentum, recompute=recompute)
     check_scan(*given, **options, check=check)
     return run_naive(*given, **options)
 
@@ -50,9 +51,11 @@ def run_naive(
     **options: Unpack[Options],
 ) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The loop itself, for input that was checked."""
-    rule, read, momentum = options["rule"], options["read"], options["momentum"]
-    weight: Tensor = state.weight if isinstance(state, MomentumState) else state  # [..., Do, Di]
-    velocity: Tensor | None = state.velocity if isinstance(state, MomentumState) else None
+    erase, read, momentum = options["erase"], options["read"], options["momentum"]
+    weight: Tensor = (
+        state.weight if isinstance(state, MatrixAndVelocity) else state
+    )  # [..., Do, Di]
+    velocity: Tensor | None = state.velocity if isinstance(state, MatrixAndVelocity) else None
     dtype = compute_dtype(weight, velocity, x, u, rate, retain, queries, momentum)
     weight = weight.to(dtype)
     velocity = velocity.to(dtype) if velocity is not None else None
@@ -67,12 +70,12 @@ def run_naive(
         if momentum is not None and velocity is not None:
             velocity = momentum[..., t, None, None].to(dtype) * velocity + write
             write = velocity
-        if rule == "dgd":
+        if erase:
             write = write - rate_t * _outer(_read(weight, x_t), x_t)
         weight = retain_t * weight + write
         if queries is not None and read == "after":
             reads.append(_read(weight, queries[..., t, :]))
-    end: Any = weight if velocity is None else MomentumState(weight, velocity)
+    end: Any = weight if velocity is None else MatrixAndVelocity(weight, velocity)
     if queries is None:
         return None, end
     empty = queries.new_empty(u.shape)

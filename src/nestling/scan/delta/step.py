@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nestling.scan.checks import Read, Rule
+from nestling.scan.checks import Read
 
 
-class Token(NamedTuple):
+class TokenParts(NamedTuple):
     """One token: key and query [..., 2, Di], value [..., 1, Do], rate and retain [..., 1, 1]."""
 
     both: Tensor
@@ -31,12 +31,12 @@ def takes(state: object, *given: Tensor | None) -> bool:
     return all(part is not None and part.dtype == state.dtype for part in given)
 
 
-def step(state: Tensor, token: Token, rule: Rule, read: Read) -> tuple[Tensor, Tensor]:
+def token_step(state: Tensor, token: TokenParts, erase: bool, read: Read) -> tuple[Tensor, Tensor]:
     """The read [..., 1, Do] and the memory [..., Do, Di] after a token (Eq. 5, 15, 64-65, 88)."""
     both, u, rate, retain = token
     said, reads = (both @ state.mT).chunk(2, -2)
     x = both.narrow(-2, 0, 1)
-    w = rate * (u - said if rule == "dgd" else u)
+    w = rate * (u - said if erase else u)
     if read == "after":
         q = both.narrow(-2, 1, 1)
         reads = torch.addcmul(retain * reads, (x * q).sum(-1, keepdim=True), w)

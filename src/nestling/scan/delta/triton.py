@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nestling.scan.checks import Options
 from nestling.scan.delta.kernel import GIVEN
+from nestling.scan.delta.types import Options
 from nestling.scan.opaque import differentiate_once, only_needed
 from nestling.scan.tiles import (
     DTYPES,
@@ -41,8 +41,8 @@ from nestling.scan.tiles import (
     flat,
     load_rows,
     longest,
-    power,
     precision,
+    tile_rows,
     unit_inverse,
     where_it_runs,
 )
@@ -340,7 +340,7 @@ def scan_triton(
     def wide(tensor: Tensor, *widths: int) -> Tensor:
         """Flat in front, padded to these widths behind."""
         tensor = tensor.reshape(size, *tensor.shape[len(lead) :])
-        missing = [power(w) - w for w in reversed(widths)]
+        missing = [tile_rows(w) - w for w in reversed(widths)]
         if any(missing):
             tensor = torch.nn.functional.pad(tensor, [p for miss in missing for p in (0, miss)])
         return tensor
@@ -349,8 +349,8 @@ def scan_triton(
     gates = (gate.reshape(size, tokens) for gate in (rate, retain))
     reads, end, *_ = _scan(
         wide(state, outer, inner), wide(x, inner), wide(u, outer), *gates, asked,
-        options["rule"] == "dgd", options["read"] == "after",
-        min(longest(), power(min(options["chunk"], tokens))),
+        options["erase"], options["read"] == "after",
+        min(longest(), tile_rows(min(options["chunk"], tokens))),
     )  # fmt: skip
     end = end[:, :outer, :inner].reshape(*lead, outer, inner)
     if queries is None:

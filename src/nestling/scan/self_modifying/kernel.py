@@ -28,20 +28,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nestling.norm import EPS
 from nestling.scan.numerics import Workspace
 from nestling.scan.self_modifying.rule import Inputs, SelfRule
 
 __all__ = [
-    "Run",
-    "cut",
+    "SegmentResults",
     "kept_shapes",
     "one_clock",
-    "one_token",
+    "one_token_segment",
     "run_backward",
     "run_forward",
+    "segments_of",
 ]
-
-EPS = 1e-6
 
 Kept = Mapping[str, Tensor]
 """The tensors of a segment that the backward pass needs; `kept_shapes` has the names."""
@@ -68,7 +67,7 @@ def kept_shapes(rule: SelfRule, b: int, size: int, d: int) -> dict[str, tuple[in
     return shapes
 
 
-class Decay(NamedTuple):
+class RetainProducts(NamedTuple):
     """Products of retentions in a segment."""
 
     before: Tensor  # [b, C, 1]: g_{t-1}
@@ -130,12 +129,12 @@ def _read_out(part: Inputs, looks: Tensor, out: Tensor) -> Tensor:
     return out if part.gates is None else out.add_(part.gates)
 
 
-def _decay(log: Tensor) -> tuple[Decay, Tensor, Tensor]:
+def _decay(log: Tensor) -> tuple[RetainProducts, Tensor, Tensor]:
     """The products [b, C] of retentions from their logarithms; and log g_{t-1}, log g_t."""
     g = log.cumsum(-1)
     past = g - log
     tail = (g[:, -1:] - g).exp_().unsqueeze(-1)
-    return Decay(past.exp().unsqueeze(-1), tail, g[:, -1, None, None].exp()), past, g
+    return RetainProducts(past.exp().unsqueeze(-1), tail, g[:, -1, None, None].exp()), past, g
 
 
 def _errors(
@@ -160,7 +159,7 @@ def _errors(
     return u, seen
 
 
-def one_token(
+def one_token_segment(
     rule: SelfRule, part: Inputs, stack: Tensor, begun: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A segment of one token: its read [b, 1, d], and the stack after it (Eq. 88).
@@ -377,20 +376,20 @@ def _project_back(
     return dx, dreadout, given
 
 
-class Segment(NamedTuple):
+class SegmentTokens(NamedTuple):
     """A segment's tokens, and which memories start a chunk with it."""
 
     tokens: slice
     fresh: tuple[bool, ...]
 
 
-def cut(rule: SelfRule, position: int, total: int) -> Iterator[Segment]:
+def segments_of(rule: SelfRule, position: int, total: int) -> Iterator[SegmentTokens]:
     """Cut tokens at absolute multiples of the rule's segment."""
     done, size = 0, rule.segment
     while done < total:
         here = position + done
         step = min(size - here % size, total - done)
-        yield Segment(slice(done, done + step), rule.fresh(here))
+        yield SegmentTokens(slice(done, done + step), rule.fresh(here))
         done += step
 
 
@@ -399,7 +398,7 @@ def one_clock(rule: SelfRule, position: int) -> bool:
     return len(set(rule.chunks)) == 1 and position % rule.segment == 0
 
 
-class Run(NamedTuple):
+class SegmentResults(NamedTuple):
     """The results of all S segments. The last three are empty unless they are to be kept."""
 
     y: Tensor  # [b, T, d]
@@ -420,13 +419,13 @@ def run_forward(
     *,
     starts: bool,
     all_kept: bool,
-) -> Run:
+) -> SegmentResults:
     """Segments from the first to the last, keeping where each starts, and all it computed."""
     b, total, d = inputs.x.shape
     stack, begun = first.reshape(b, -1, d), start.reshape(b, -1, d)
     home = None if home is None else home.reshape(b, -1, d)
     work = Workspace(stack, stack.dtype)
-    segments = list(cut(rule, position, total))
+    segments = list(segments_of(rule, position, total))
     most = max(s.tokens.stop - s.tokens.start for s in segments)
     keep = {}
     if all_kept:
@@ -453,7 +452,7 @@ def run_forward(
     end = _begin(rule.fresh(position + total), stack, begun)
     if choice is not None and last is not None:
         end = torch.where(choice == len(segments), end, last)
-    return Run(y, stack, end, stacks, begins, keep)
+    return SegmentResults(y, stack, end, stacks, begins, keep)
 
 
 def run_backward(
@@ -462,7 +461,7 @@ def run_backward(
     inputs: Inputs,
     first: Tensor,
     home: Tensor | None,
-    run: Run,
+    run: SegmentResults,
     dfirst: Tensor,
     dlast: Tensor,
     dy: Tensor,
@@ -473,7 +472,7 @@ def run_backward(
     home = None if home is None else home.reshape(b, -1, d)
     choice = None if inputs.valid is None else _last_segment(rule, position, inputs.valid)
     dstack, dlast = dfirst.reshape(b, -1, d), dlast.reshape(b, -1, d)
-    segments = list(cut(rule, position, total))
+    segments = list(segments_of(rule, position, total))
     chosen = _chosen(choice, len(segments), dlast)
     dstack, dbegun = _join(rule.fresh(position + total), dstack, chosen)
     given = (inputs.x, inputs.k, inputs.v, inputs.q, inputs.gates)

@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from nestling.norm import unit
-from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, whole
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, with_initial
 
-__all__ = ["answer", "errors", "gates", "learn", "project", "recall", "scan_naive", "step"]
+__all__ = [
+    "answer",
+    "errors",
+    "gates",
+    "learn",
+    "project",
+    "recall",
+    "self_modifying_naive",
+    "step",
+]
 
 
 def answer(weights: Weights, slot: int, x: Tensor) -> Tensor:
@@ -34,7 +43,7 @@ def recall(weights: Weights, slot: int, x: Tensor, initial: Weights | None = Non
     2-layer memory (deviation 22)."""
     if initial is None or weights.second is None:
         return answer(weights, slot, x)
-    return answer(whole(weights, initial), slot, x) - x
+    return answer(with_initial(weights, initial), slot, x) - x
 
 
 def project(rule: SelfRule, at: Weights, name: str, token: Inputs) -> Tensor:
@@ -77,10 +86,10 @@ def errors(
     gradient of the objective (Eq. 85) at the layer's output: dot `-<M(k), vhat>` (Eq. 92), or l2
     `|M(k) - vhat|^2 / 2` (Eq. 93); one pair for a matrix, two for a 2-layer memory (deviation 6).
     """
-    target = unit(answer(whole(at, initial), slot, v)) if rule.own_values else v
+    target = unit(answer(with_initial(at, initial), slot, v)) if rule.own_values else v
     error = target - recall(at, slot, k, initial) if rule.squared else target
     error = clip(error, rule.clip)
-    at = whole(at, initial)
+    at = with_initial(at, initial)
     if at.second is None:
         return [(k, error)]
     z = torch.einsum("bij,bj->bi", at.first[:, slot], k)
@@ -122,7 +131,7 @@ def learn(
 def step(rule: SelfRule, weights: Weights, at: Weights, token: Inputs) -> tuple[Tensor, Weights]:
     """One token (Eq. 83-88, or 90 when `at` is the start of the chunk): its read, and the weights
     after it. With `adaptive=()` it is Eq. 76-78, with shared values Eq. 79-82."""
-    memories = whole(at, token.initial)
+    memories = with_initial(at, token.initial)
     k, v, q = (project(rule, memories, name, token) for name in ("k", "v", "q"))
     y = recall(at if rule.read_start else weights, 0, q, token.initial)
     rate, retain = gates(rule, memories, token)
@@ -141,7 +150,7 @@ def step(rule: SelfRule, weights: Weights, at: Weights, token: Inputs) -> tuple[
     return y, Weights(stacked[0], stacked[1] if len(stacked) > 1 else None, moving)
 
 
-def scan_naive(
+def self_modifying_naive(
     rule: SelfRule, inputs: Inputs, weights: Weights, start: Weights, position: Tensor
 ) -> tuple[Tensor, Weights, Weights]:
     """All tokens in turn: reads [b, T, d], the running weights, and those where the chunk starts.

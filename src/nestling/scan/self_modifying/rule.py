@@ -21,12 +21,12 @@ __all__ = [
     "ADAPTIVE",
     "PLAIN",
     "RETAIN_MIN",
-    "Gates",
+    "GateTerms",
     "Inputs",
     "SelfRule",
     "Weights",
     "clip",
-    "whole",
+    "with_initial",
 ]
 
 ADAPTIVE = ("k", "v", "eta", "alpha", "q")
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
 
-class Gates(NamedTuple):
+class GateTerms(NamedTuple):
     """Rate and retention of tokens [...], and the sigmoids they are made of."""
 
     write: Tensor  # in [0, 1): how strongly a token writes
@@ -186,7 +186,7 @@ class SelfRule:
         """Where a memory stands in the stack; None for a static projection."""
         return self.names.index(name) if name in self.names else None
 
-    def gates(self, raw: Tensor, valid: Tensor | None = None) -> Gates:
+    def gates(self, raw: Tensor, valid: Tensor | None = None) -> GateTerms:
         """Rate and retention from their read-outs `raw` [..., 2]; the one place that knows how.
 
         With s and f the sigmoids of the two read-outs, retention lies between `RETAIN_MIN` and
@@ -213,7 +213,7 @@ class SelfRule:
         if valid is not None:
             rate = rate.masked_fill(~valid, 0.0)
             log_retain = log_retain.masked_fill(~valid, 0.0)
-        return Gates(write, keep, rate, log_retain)
+        return GateTerms(write, keep, rate, log_retain)
 
     def rate_and_retain(self, raw: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """eta and alpha of `gates` in half the operations: constants are put together.
@@ -288,7 +288,7 @@ def _flags(fresh: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor(fresh).to(device, non_blocking=True)
 
 
-def whole(weights: Weights, initial: Weights | None) -> Weights:
+def with_initial(weights: Weights, initial: Weights | None) -> Weights:
     """The memories themselves, where the weights are differences from `initial`."""
     if initial is None:
         return weights

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from nestling.norm import unit
 from nestling.scan.backends import is_any_order
 from nestling.scan.deep.stack import learn_chunk
-from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, whole
+from nestling.scan.self_modifying.rule import Inputs, SelfRule, Weights, clip, with_initial
 
 __all__ = ["project", "recall", "scan_segments"]
 
@@ -172,7 +172,7 @@ def recall(weights: Weights, initial: Weights | None, q: Tensor) -> Tensor:
     where the weights are differences from `initial` (deviation 22)."""
     if initial is None or weights.second is None:
         return _answer(weights, 0, q)
-    return _answer(whole(weights, initial), 0, q) - q
+    return _answer(with_initial(weights, initial), 0, q) - q
 
 
 def project(rule: SelfRule, start: Weights, name: str, part: Inputs) -> Tensor:
@@ -250,7 +250,7 @@ def _segment(
 
     Every memory learns its own pairs `k -> vhat` layer by layer, by delta gradient descent (88).
     """
-    begun, start = start, whole(start, part.initial)
+    begun, start = start, with_initial(start, part.initial)
     k, v, q = (project(rule, start, name, part) for name in ("k", "v", "q"))
     rate, log_retain = _gates(rule, start, part)
     if by_hand and weights.second is not None:

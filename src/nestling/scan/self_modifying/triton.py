@@ -34,7 +34,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nestling.scan.self_modifying.op import scan_operator
+from nestling.norm import EPS as SMALL
+from nestling.scan.self_modifying.api import scan_operator
 from nestling.scan.self_modifying.rule import RETAIN_MIN, Inputs, SelfRule, Weights
 from nestling.scan.tiles import (
     DTYPES,
@@ -42,15 +43,15 @@ from nestling.scan.tiles import (
     flat,
     load_rows,
     longest,
-    power,
     precision,
+    tile_rows,
     unit_inverse,
     where_it_runs,
 )
 
 __all__ = ["refusal", "run_backward", "run_forward", "scan_triton", "slots"]
 
-EPS = tl.constexpr(1e-6)
+EPS = tl.constexpr(SMALL)
 
 
 @triton.jit
@@ -1077,14 +1078,14 @@ def scan_triton(
     if isinstance(position, Tensor) or inputs.x.shape[1] == 0:  # (the first is refused above)
         return inputs.x, weights, start
     first, begun = weights.first, start.first
-    if miss := power(d) - d:
+    if miss := tile_rows(d) - d:
         rows: dict[str, Any] = {name: getattr(inputs, name) for name in ("x", "readout", *"kvq")}
         rows = {n: None if part is None else pad(part, [0, miss]) for n, part in rows.items()}
         if inputs.initial is not None:
             rows["initial"] = Weights(pad(inputs.initial.first, [0, miss] * 2))
         inputs = inputs._replace(**rows)
         first, begun = (pad(part, [0, miss] * 2) for part in (first, begun))
-    tile = min(longest(), power(min(rule.segment, inputs.x.shape[1])))
+    tile = min(longest(), tile_rows(min(rule.segment, inputs.x.shape[1])))
     y, after, last = scan_operator(rule, inputs, first, begun, position, False, tile)
     after, last = after[..., :d, :d], last[..., :d, :d]
     return y[..., :d].to(dtype), Weights(after), Weights(last)

@@ -21,13 +21,13 @@ from nestling.scan.backends import INSTALLED, MISSING_TRITON, is_any_order
 from nestling.scan.delta.kernel import scan_chunk
 from nestling.scan.opaque import differentiate_once, only_needed, opaque
 from nestling.scan.self_modifying.kernel import (
-    Run,
-    cut,
+    SegmentResults,
     kept_shapes,
     one_clock,
-    one_token,
+    one_token_segment,
     run_backward,
     run_forward,
+    segments_of,
 )
 from nestling.scan.self_modifying.rule import PLAIN, Inputs, SelfRule, Weights
 from nestling.scan.self_modifying.segment import scan_segments
@@ -142,7 +142,7 @@ def _static(
             value = unit(value @ (home + begun).mT)
         y, weight = scan_chunk(
             weight, key, value, rate, retain, asked,
-            rule="dgd", read="before", chunk=rule.chunk, momentum=None, recompute=recompute,
+            erase=True, read="before", chunk=rule.chunk, momentum=None, recompute=recompute,
             share=inputs.erase, home=None if inside else home,
         )  # fmt: skip
         reads += [] if y is None else [y]
@@ -164,7 +164,7 @@ def _one_token(
     begun = stack if start.first is weights.first else start.first.flatten(1, 2)
     initial = inputs.initial
     memories = begun if initial is None else initial.first.flatten(1, 2) + begun
-    y, after = one_token(rule, inputs, stack, begun, memories)
+    y, after = one_token_segment(rule, inputs, stack, begun, memories)
     weights = Weights(after.view_as(weights.first))
     step = 1 if inputs.valid is None else inputs.valid.sum(1)
     return y, weights, rule.begin(weights, start, position + step)
@@ -222,7 +222,7 @@ def _inputs(tensors: Sequence[Any]) -> Inputs:
     schema=f"({RULE}, int position, int tile, int keep, {TENSORS}) -> Tensor[]",
 )
 def _scan(*arguments: Any) -> list[Tensor]:
-    """Reads, weights, starts; then what is kept of all segments (by `kernel`: as in `Run`)."""
+    """Reads, weights, starts; then what is kept of all segments (as in `SegmentResults`)."""
     rule = _rule(arguments)
     position, tile, keep, *tensors = arguments[len(PLAIN) :]
     first, start, home = tensors[:3]
@@ -254,7 +254,7 @@ def _(*arguments: Any) -> list[Tensor]:
     made = [torch.empty_like(x), torch.empty_like(first), torch.empty_like(first)]
     if keep == NOTHING:
         return made
-    sizes = [s.tokens.stop - s.tokens.start for s in cut(rule, position, total)]
+    sizes = [s.tokens.stop - s.tokens.start for s in segments_of(rule, position, total)]
     stacks = first.new_empty(len(sizes), b, first.shape[1] * d, d)
     made += [stacks, first.new_empty(0) if one_clock(rule, position) else torch.empty_like(stacks)]
     if keep == ALL:
@@ -285,13 +285,13 @@ def _scan_backward(*arguments: Any) -> list[Tensor]:
         found = run_triton(rule, position, tile, inputs, home, y, stacks, dy, dfirst, dstart)
     else:
         b, total, d = y.shape
-        size = max(s.tokens.stop - s.tokens.start for s in cut(rule, position, total))
+        size = max(s.tokens.stop - s.tokens.start for s in segments_of(rule, position, total))
         starts, *rest = kept
         named = dict(zip(kept_shapes(rule, b, size, d), rest, strict=True)) if rest else {}
         with torch.no_grad(), _full_precision(y):
             dweights, dbegun, dhome, dinputs = run_backward(
                 rule, position, inputs, first, home,
-                Run(y, stacks[-1], y, stacks, starts, named),
+                SegmentResults(y, stacks[-1], y, stacks, starts, named),
                 torch.zeros_like(first) if dfirst is None else dfirst,
                 torch.zeros_like(first) if dstart is None else dstart,
                 dy,

@@ -16,17 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from nestling.activations import Activation, silu
 from nestling.objectives import Objective, dot, l2
 from nestling.scan.backends import is_any_order
-from nestling.scan.checks import Read, Rule, is_l2
+from nestling.scan.checks import Read, is_l2
 from nestling.scan.deep.chunk import (
     Chunk,
+    ChunkGates,
     FirstLayer,
-    Gates,
-    How,
-    Reading,
-    Weights,
-    Writing,
+    SavedRead,
+    SavedWrite,
+    TwoLayers,
+    Variant,
     first_layer,
     gates,
     hidden,
@@ -37,8 +38,8 @@ from nestling.scan.deep.chunk import (
 )
 from nestling.scan.deep.chunk import read as read_chunk
 from nestling.scan.deep.momentum import Momentum, scan_momentum
-from nestling.scan.deep.naive import compose
-from nestling.scan.deep.types import MLPOptions, MLPState, Sigma, check_mlp, silu
+from nestling.scan.deep.naive import by_matrix_scans
+from nestling.scan.deep.types import MLPOptions, MLPState, check_mlp
 from nestling.scan.delta.api import scan
 from nestling.scan.numerics import compute_dtype
 from nestling.scan.opaque import opaque
@@ -53,14 +54,14 @@ def scan_mlp(
     queries: Tensor | None = None,
     *,
     objective: Objective = l2,
-    rule: Rule = "dgd",
+    erase: bool = True,
     read: Read = "after",
     chunk: int = 64,
     clip: float | None = None,
     bound_inputs: bool = True,
     momentum: Tensor | None = None,
     recompute: bool = False,
-    sigma: Sigma = silu,
+    sigma: Activation = silu,
     check: bool = True,
 ) -> tuple[Tensor | None, MLPState]:
     """Write T pairs `x_t -> v_t` into `M(x) = x + W1 sigma(W2 x)` and read it at every token.
@@ -69,7 +70,7 @@ def scan_mlp(
     `u1 = v - M(x)` (`objective=l2`, Eq. 93) or `v` (`dot`, Eq. 92), `u2 = sigma'(W2 x) * W1^T u1`.
     Each layer learns by delta gradient descent with its own input (Eq. 88, deviation 6), layer 2
     `x -> u2`, layer 1 `h = sigma(W2 x) -> u1`: `W_t = W_{t-1} (retain_t I - rate_t k k^T) +
-    rate_t u k^T` (`rule="gd"` without `k k^T`). Reads are `q_t + W1_t sigma(W2_t q_t)`, with
+    rate_t u k^T` (`erase=False` without `k k^T`). Reads are `q_t + W1_t sigma(W2_t q_t)`, with
     the weights after or before token t, or None without queries.
 
     Shapes: w1 `[..., D, H]`, w2 `[..., H, D]`, x, v and queries `[..., T, D]`, the gates rate,
@@ -87,7 +88,7 @@ def scan_mlp(
     The returned state may be passed on at any token: any split of a stream gives the same result.
     """
     options = MLPOptions(
-        objective=objective, rule=rule, read=read, chunk=chunk, clip=clip,
+        objective=objective, erase=erase, read=read, chunk=chunk, clip=clip,
         bound_inputs=bound_inputs, momentum=momentum, sigma=sigma,
     )  # fmt: skip
     check_mlp(state, x, v, rate, retain, queries, check=check, **options)
@@ -96,18 +97,18 @@ def scan_mlp(
             raise NotImplementedError("compiled models have the two-layer scan with silu only")
         return _compiled(
             state, x, v, rate, retain, queries, momentum,
-            (is_l2(objective), rule == "dgd", read == "after", chunk, clip or 0.0, bound_inputs,
+            (is_l2(objective), erase, read == "after", chunk, clip or 0.0, bound_inputs,
              recompute, state.position),
         )  # fmt: skip
     tokens = x.shape[-2]
-    composed = is_any_order() or (momentum is not None and rule == "dgd")
+    composed = is_any_order() or (momentum is not None and erase)
     begun = tokens if composed else min(-state.position % chunk, tokens)
-    how = How(is_l2(objective), rule == "dgd", clip, bound_inputs, sigma)
+    how = Variant(is_l2(objective), erase, clip, bound_inputs, sigma)
     inputs = (x, v, rate, retain, queries, momentum)
     parts: list[Tensor | None] = []
     if begun or not tokens:  # two matrix scans, of any order too
         *first, options["momentum"] = _part(inputs, 0, begun)
-        y, state = compose(scan, state, *first, **options)  # type: ignore[arg-type]
+        y, state = by_matrix_scans(scan, state, *first, **options)  # type: ignore[arg-type]
         parts.append(y)
     whole = (tokens - begun) // chunk * chunk
     for start, length, size in ((begun, whole, chunk), (begun + whole, tokens - begun - whole, 0)):
@@ -129,8 +130,8 @@ def _part(inputs: Sequence[Tensor | None], start: int, length: int) -> list[Tens
 
 
 def _from_boundary(
-    state: MLPState, inputs: Sequence[Tensor | None], how: How, after: bool, size: int, chunk: int,
-    recompute: bool,
+    state: MLPState, inputs: Sequence[Tensor | None], how: Variant, after: bool, size: int,
+    chunk: int, recompute: bool,
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """Chunks of `size` tokens from a position where a chunk starts."""
     x, v, rate, retain, queries, _ = inputs
@@ -165,8 +166,8 @@ def _cut(part: Tensor, size: int) -> Tensor:
 
 
 def _with_momentum(
-    state: MLPState, inputs: Sequence[Tensor | None], how: How, after: bool, size: int, chunk: int,
-    recompute: bool,
+    state: MLPState, inputs: Sequence[Tensor | None], how: Variant, after: bool, size: int,
+    chunk: int, recompute: bool,
 ) -> tuple[Tensor | None, MLPState]:  # fmt: skip
     """The same for writes with momentum; `recompute` keeps only the inputs."""
     x, v, rate, retain, queries, momentum = inputs
@@ -202,15 +203,17 @@ def _with_momentum(
     return reads.to(queries.dtype), after_all
 
 
-_WRITING, _READING = len(Writing._fields), len(Reading._fields)
+_WRITING, _READING = len(SavedWrite._fields), len(SavedRead._fields)
 
 
-def _saved(part: Sequence[Any], reads: bool) -> tuple[Weights, Writing | None, Reading | None]:
+def _saved(
+    part: Sequence[Any], reads: bool
+) -> tuple[TwoLayers, SavedWrite | None, SavedRead | None]:
     """The tensors saved of one chunk: the weights, and unless recomputing the rest."""
-    weights, rest = Weights(*part[:2]), part[2:]
+    weights, rest = TwoLayers(*part[:2]), part[2:]
     if not rest:
         return weights, None, None
-    return weights, Writing(*rest[:_WRITING]), Reading(*rest[_WRITING:]) if reads else None
+    return weights, SavedWrite(*rest[:_WRITING]), SavedRead(*rest[_WRITING:]) if reads else None
 
 
 def _each(part: Tensor | None, x: Tensor) -> Sequence[Any]:
@@ -222,7 +225,7 @@ def _each(part: Tensor | None, x: Tensor) -> Sequence[Any]:
 
 def _chunks(
     x: Tensor, v: Tensor, q: Tensor | None, g: Tensor, rated: Tensor, first: FirstLayer, after: bool
-) -> list[tuple[Chunk, Gates, FirstLayer]]:
+) -> list[tuple[Chunk, ChunkGates, FirstLayer]]:
     """All chunks' inputs, one entry per chunk."""
     qs: Sequence[Any] = q.unbind(0) if q is not None else [None] * x.shape[0]
     tokens = (Chunk(*part) for part in zip(x.unbind(0), v.unbind(0), qs, strict=True))
@@ -236,12 +239,12 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, how: How, after: bool, recompute: bool, w1: Tensor, w2: Tensor, x: Tensor,
+        ctx: Any, how: Variant, after: bool, recompute: bool, w1: Tensor, w2: Tensor, x: Tensor,
         v: Tensor, q: Tensor | None, g: Tensor, rated: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         flat = q.flatten(0, 1) if q is not None else None
         first = first_layer(x.flatten(0, 1), flat, rated[:, :-1], how.erase)
-        weights, reads = Weights(w1, w2), torch.empty_like(x if q is not None else x[:0])
+        weights, reads = TwoLayers(w1, w2), torch.empty_like(x if q is not None else x[:0])
         kept: list[Tensor | None] = []
         for i, part in enumerate(_chunks(x, v, q, g, rated, first, after)):
             new, writing, k = write(weights, *part, how)
@@ -265,7 +268,7 @@ class _Scan(torch.autograd.Function):
         dg, drated = torch.zeros_like(g), torch.zeros_like(rated)
         both = zip(_each(dg, x), _each(drated, x), strict=True)
         into = [gates(*part, ctx.after) for part in both]
-        d = Weights(d1, d2)
+        d = TwoLayers(d1, d2)
         parts = _chunks(x, v, q, g, rated, first, ctx.after)
         for i, part in reversed(list(enumerate(parts))):
             w, writing, reading = _saved(kept[i * each : (i + 1) * each], q is not None)
@@ -319,7 +322,7 @@ def _run(plain: Sequence[Any], tensors: Sequence[Any]) -> list[Tensor]:
     state = MLPState(*weights)._replace(position=position)
     y, end = scan_mlp(
         state, x, v, rate, retain, queries,
-        objective=l2 if squared else dot, rule="dgd" if erase else "gd",
+        objective=l2 if squared else dot, erase=erase,
         read="after" if after else "before", chunk=chunk, clip=clip or None, bound_inputs=bound,
         momentum=momentum, recompute=recompute, check=False,
     )  # fmt: skip
