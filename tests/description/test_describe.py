@@ -147,7 +147,7 @@ def test_without_an_optimizer_nothing_outside_the_context_changes():
     assert description.levels[0].every == "never"
     assert description.levels[-1].every == "every token"
     assert "no optimizer was given" in description.notes[0]
-    assert "fast every 256 tokens" in description.notes[1]
+    assert "fast every 128 tokens" in description.notes[1]
 
 
 def test_order_of_definition_2_is_checked():

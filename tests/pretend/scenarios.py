@@ -161,7 +161,7 @@ def launches() -> Iterator[tuple[str, Scenario]]:
         counts: Counts = {}
         config = NestlingConfig(
             vocab_size=16, hidden_size=64, num_hidden_layers=layers, num_attention_heads=1,
-            intermediate_size=32, **presets.MODELS[name],
+            intermediate_size=32, **{**presets.MODELS[name], "learning": "plain"},
         )  # fmt: skip
         model = NestlingForCausalLM(config).to("cuda")
         ids = torch.zeros(1, 2048, dtype=torch.int64).to("cuda")
