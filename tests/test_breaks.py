@@ -15,11 +15,12 @@ def test_every_guard_stands_once_and_its_test_exists(number):
     assert breaks.standing(breaks.BREAKS[number]) == ""
     one = breaks.BREAKS[number]
     text = (breaks.ROOT / one.file).read_text().replace(one.guard, one.broken)
-    compile(text, one.file, "exec")
+    if one.file.endswith(".py"):
+        compile(text, one.file, "exec")
 
 
 def test_every_point_has_a_guard():
-    assert {one.point for one in breaks.BREAKS} == set(range(1, 13))
+    assert {one.point for one in breaks.BREAKS} == set(range(1, 25))
 
 
 def test_an_entry_that_is_not_true_is_named():

@@ -40,7 +40,7 @@ def chrf(guesses: list[str], references: list[str]) -> float:
     try:
         from sacrebleu.metrics.chrf import CHRF
     except ImportError as error:
-        raise ValueError("chrF needs sacrebleu: pip install nestling[studies]") from error
+        raise ValueError("chrF needs sacrebleu: pip install 'nestling[studies]'") from error
     if len(guesses) != len(references):
         raise ValueError(f"{len(guesses)} translations for {len(references)} references")
     return float(CHRF().corpus_score(guesses, [references]).score)

@@ -47,6 +47,24 @@ def test_unknown_commands_are_named(capsys):
     assert "unknown command 'trian'; known: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("package", "command"), [("transformers", "demo"), ("rich", "describe"), ("matplotlib", "demo")]
+)
+def test_a_command_says_what_to_install(package, command, tmp_path):
+    """The core alone installs the command too, without what most of its parts need."""
+    arguments = {"demo": ["demo", "--steps", "1"], "describe": ["describe", "nestling:small"]}
+    code = (
+        f"import sys\nsys.modules[{package!r}] = None\n"
+        f"from nestling.cli import main\nsys.exit(main({arguments[command]}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    extra = {"matplotlib": "report"}.get(package, "lm")
+    assert done.returncode == 2
+    assert done.stderr == f"nestling {command}: needs {package}: pip install 'nestling[{extra}]'\n"
+
+
 def test_generate_writes_and_is_repeatable(folder, capsys):
     texts = []
     for _ in range(2):

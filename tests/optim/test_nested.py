@@ -99,6 +99,20 @@ def test_schedulers_see_all_levels() -> None:
     assert all(g["lr"] == 0.005 for o in optimizer.optimizers for g in o.param_groups)
 
 
+def test_a_parameter_listed_twice_is_warned_of_as_in_torch_and_collected_once() -> None:
+    listed, once = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    level = Level(name="slow", chunk=2)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        twice = NestedOptimizer([(level, [listed, listed], lambda p: torch.optim.SGD(p, lr=0.1))])
+    single = NestedOptimizer([(level, [once], lambda p: torch.optim.SGD(p, lr=0.2))])  # twice 0.1
+    for grad in (1.0, 5.0):
+        for parameter, optimizer in ((listed, twice), (once, single)):
+            parameter.grad = torch.full((3,), grad)
+            optimizer.step()
+    torch.testing.assert_close(listed, once)
+    assert once[0].item() == pytest.approx(1 - 0.2 * 3)
+
+
 def test_refusals() -> None:
     model = net()
     part = (Level(name="a", chunk=1), list(model.parameters()), lambda p: M3(p))

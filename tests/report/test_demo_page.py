@@ -52,6 +52,12 @@ def test_the_report_tells_everything_and_fetches_nothing(results):
     assert len(pictures(text)) == 6
     assert "996,088" in text
     assert re.search(r"<td>fast</td><td>64 bytes</td><td>0.1</td><td>64</td>", text)
+    for name, points in results.distances.items():  # picture and table say the same
+        (row,) = re.findall(rf"<td>{name}</td>(?:<td>[^<]*</td>){{3}}<td>([^<]*)</td>", text)
+        assert row == f"{points[-1][1]:.3f}"
+        assert f">distance {row}<" in text
+    assert ">path" not in text
+    assert ">1 update<" in text
     assert "&lt;rained&gt;" in text
     assert re.findall(r'(?:src|href)="([^"#]+)', text) == []
     assert "https:" not in text

@@ -29,6 +29,14 @@ COMMANDS = {
     "doctor": "what this machine offers, and what to change",
 }
 
+EXTRAS = {
+    **dict.fromkeys(("transformers", "tokenizers", "huggingface_hub", "accelerate", "rich"), "lm"),
+    "matplotlib": "report",
+    "lm_eval": "eval",
+    "gguf": "gguf",
+}
+"""Packages that commands need, and the extra of nestling that brings each."""
+
 _HELP = """usage: nestling COMMAND ...
 
 Nested learning: models and optimizers that learn at many time scales.
@@ -82,11 +90,18 @@ def _main(given: list[str]) -> int:
         print(f"nestling: unknown command {name!a}; known: {known}", file=sys.stderr)
         return 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    command = importlib.import_module(f"nestling.cli.{name}")
     try:
+        command = importlib.import_module(f"nestling.cli.{name}")
         return int(command.run(command.parser().parse_intermixed_args(rest)))
     except BrokenPipeError:
         raise
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        extra = f"pip install 'nestling[{EXTRAS[missing]}]'"
+        print(f"nestling {name}: needs {missing}: {extra}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         said = _one_line(error).encode("utf-8", "backslashreplace").decode()
         print(f"nestling {name}: {said}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import sys
@@ -49,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, stream, compare, report."""
     if arguments.out.exists() and not arguments.out.is_dir():
         raise ValueError(f"--out: {arguments.out} is not a folder")
+    importlib.import_module("matplotlib")  # of the report: missed now, not after the training
     from nestling.report.demo import demo_page
 
     begin = time.perf_counter()

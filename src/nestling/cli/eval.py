@@ -161,7 +161,7 @@ def _tasks(arguments: argparse.Namespace) -> dict[str, object]:
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise ValueError("--tasks needs lm-eval: pip install nestling[eval]") from error
+            raise ValueError("--tasks needs lm-eval: pip install 'nestling[eval]'") from error
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         known = TaskManager(include_path=arguments.include and str(arguments.include))
 

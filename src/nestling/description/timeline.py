@@ -136,7 +136,8 @@ class Timeline:
         parts = [
             text(24, y + 20 + 16 * i, line, 14, colour, bold=True) for i, line in enumerate(names)
         ]
-        parts.append(text(24, y + 22 + 16 * len(names), f"{len(updates)} updates", 12, INK))
+        count = f"{len(updates)} update{'s' if len(updates) != 1 else ''}"
+        parts.append(text(24, y + 22 + 16 * len(names), count, 12, INK))
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}" stroke="#c9d0d8"/>'
         )

@@ -59,10 +59,10 @@ class NestedOptimizer(Optimizer):
                     f"level {level.name!r}: DGD needs the pairs of every step and cannot wait for a"
                     f" chunk of {level.chunk}; give it chunk=1"
                 )
-        everything = [p for optimizer in self.optimizers for p in _parameters(optimizer)]
-        if len(set(everything)) < len(everything):
+        owned = [dict.fromkeys(_parameters(optimizer)) for optimizer in self.optimizers]
+        if len(set().union(*owned)) < sum(len(own) for own in owned):
             raise ValueError("a parameter belongs to one level only; one was given to two")
-        super().__init__(everything, {})
+        super().__init__([p for own in owned for p in own], {})
         self._kept: dict[Tensor, dict[str, Tensor]] = {}
         for level, optimizer in zip(self.levels, self.optimizers, strict=True):
             for group in optimizer.param_groups:
@@ -92,7 +92,7 @@ class NestedOptimizer(Optimizer):
             if level.chunk == 1:
                 _step(optimizer)
                 continue
-            for parameter in _parameters(optimizer):
+            for parameter in dict.fromkeys(_parameters(optimizer)):
                 self._collect(parameter)
             if level.due(position):
                 self._release(optimizer, 1.0 / level.chunk if self._reduce == "mean" else 1.0)

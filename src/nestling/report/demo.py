@@ -150,6 +150,7 @@ def _levels(page: Page, results: DemoResults) -> None:
         "How far each level has gone from its trained starting point: every step is an update.",
     )
     counts = {name: (len(points) - 2) // 2 for name, points in results.distances.items()}
+    far = {name: f"{points[-1][1]:.3f}" for name, points in results.distances.items()}
     page.table(
         [
             "level",
@@ -165,7 +166,7 @@ def _levels(page: Page, results: DemoResults) -> None:
                 f"{level.chunk:,} bytes",
                 f"{level.rate:g}",
                 counts[name],
-                f"{results.distances[name][-1][1]:.3f}",
+                far[name],
                 f"{results.worth[name]:+z.4f}",
             )
             for name, level in results.levels.items()
@@ -176,7 +177,7 @@ def _levels(page: Page, results: DemoResults) -> None:
         " the loss with all levels learning. Its surprise at every update:"
     )
     page.figure(
-        results.timeline.picture(),
+        results.timeline.picture({name: f"distance {end}" for name, end in far.items()}),
         "Timeline of the levels: every update, its surprise, and the path of its weights.",
         wide=True,
     )

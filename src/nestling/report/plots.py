@@ -33,7 +33,7 @@ def lines(
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install nestling[report]") from error
+        raise ValueError("plots need matplotlib: pip install 'nestling[report]'") from error
     mpl.use("svg", force=False)
     from matplotlib import pyplot
 

@@ -134,7 +134,7 @@ class Corpus:
             import datasets
         except ImportError as error:
             raise ValueError(
-                f"hf:{name} needs the package 'datasets': pip install nestling[eval]"
+                f"hf:{name} needs the package 'datasets': pip install 'nestling[eval]'"
             ) from error
         try:
             rows = _rows(datasets, name, self.split)
