@@ -115,7 +115,7 @@ def _products(model: NestlingForCausalLM, batch: int, tokens: int) -> list[Produ
     if isinstance(model.model.layers[0].mixer, Attention):
         half = Product(sequences, tokens // 2, head, tokens, 3)  # the lower triangle
         return [*linear_layers(model, batch * tokens), half, half._replace(k=tokens, n=head)]
-    chunked = delta_rule(sequences, tokens, head, head, 64)
+    chunked = delta_rule(sequences, tokens, head, head, 32)
     return [*linear_layers(model, batch * tokens), *chunked]
 
 

@@ -104,7 +104,7 @@ def features_products(batch: int) -> list[common.Product]:
     features = common.Product(batch * HEADS, TOKENS, width, EXPAND * width, 3 * 2)
     return [
         layers, features,
-        *common.delta_rule(batch * HEADS, TOKENS, EXPAND * width, width, CHUNK),
+        *common.delta_rule(batch * HEADS, TOKENS, EXPAND * width, width, 32),
     ]  # fmt: skip
 
 

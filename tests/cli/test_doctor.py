@@ -7,6 +7,7 @@ import json
 
 from nestling import machine
 from nestling.cli import main
+from nestling.train import trainer
 
 
 def test_it_prints_versions_devices_and_advice(capsys):
@@ -32,6 +33,16 @@ def test_a_cpu_that_faults_on_bf16_is_told_so(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
     assert "bf16 products end this CPU's process" in capsys.readouterr().err
     machine.bf16_speed.cache_clear()
+
+
+def test_a_cpu_that_emulates_bf16_is_told_so_in_training(capsys, monkeypatch, tmp_path):
+    """And one that is quicker in bf16 is told nothing, and trains."""
+    for speed, warns in ((0.2, True), (2.0, False)):
+        monkeypatch.setattr(trainer, "bf16_speed", lambda speed=speed: speed)
+        line = ["train", "tiny", "run.precision=bf16", "run.steps=1", "--out"]
+        assert main([*line, str(tmp_path / str(speed))]) == 0
+        said = capsys.readouterr()
+        assert ("emulated on this CPU: 0.20x" in said.out + said.err) == warns
 
 
 def test_the_bill_names_what_is_installed_and_who_needs_it(capsys):

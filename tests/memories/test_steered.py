@@ -242,7 +242,7 @@ def test_a_token_read_alone_is_a_token_of_the_whole(options):
     whole, end = memory(x)
     state, parts = memory.init(2, dtype=x.dtype), []
     for t in range(7):
-        y, state = reader(x[:, t], onto[:, t], state)
+        y, state = reader(x[:, t : t + 1], onto[:, t].clone(), state)
         parts.append(y)
     torch.testing.assert_close(torch.stack(parts, 1), onto + whole, rtol=1e-9, atol=1e-10)
     assert same_position(state.position) == 7
@@ -254,3 +254,4 @@ def test_options_that_leave_a_token_no_shorter_way():
     assert build().token_reader() is not None
     assert build(backend="naive").token_reader() is None
     assert build(conv_each=True).token_reader() is None
+    assert build(clip=math.inf).token_reader() is None

@@ -46,8 +46,9 @@ def test_models_train_without_waiting_and_generate() -> None:
     for name, counts in every.items():
         assert counts["forward"]["waits"] == {}, name
         assert counts["backward"]["waits"] == {}, name
-        ours = [n for k, n in counts["generate"]["waits"].items() if "memories/" in k]
-        assert sum(ours) <= 2 * 3, name  # one a layer and token; the loop's own are Hugging Face's
+        waits = counts["generate"]["waits"]  # (those at "?" are Hugging Face's loop's)
+        ours = {at: n for at, n in waits.items() if not at.endswith("at ?")}
+        assert sum(ours.values()) <= 1, f"{name}: {ours}"  # whether the prompt's rows are packed
 
 
 def test_optimizers_step_without_waiting() -> None:

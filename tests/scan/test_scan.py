@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestling.scan import MatrixAndVelocity, scan, scan_naive
+from nestling.scan.delta import kernel
 from tests.scan.scan_cases import DOUBLE, Case, case, worst
 
 BOTH = pytest.mark.parametrize("erase", [True, False])
@@ -63,6 +64,31 @@ def test_gradcheck(erase: bool, read: str, backend: str, momentum: bool) -> None
 def test_wide_memories_and_many_chunks(shape: tuple[int, int, int], backend: str) -> None:
     drawn = case((3,), *shape, chunk=64)
     assert worst(drawn.gradients(backend=backend), drawn.gradients(backend="naive")) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("width", "outer", "tokens"), [(8, 8, 16), (64, 32, 16), (64, 64, 32), (129, 200, 64)]
+)
+def test_a_cpu_solves_fewer_tokens_together(
+    width: int, outer: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than asked for, by the width; never more, and elsewhere as many as asked for."""
+    x, u = torch.empty(1, 300, width), torch.empty(1, 300, outer)
+    assert kernel.quickest(x, u) == tokens
+    assert kernel.quickest(x.to("meta"), u.to("meta")) == 300
+    drawn = case((2,), 70, outer, width, chunk=70)
+    assert worst(drawn.gradients(backend="chunk"), drawn.gradients(backend="naive")) < 1e-10
+    asked, run = [], kernel._scan
+
+    def scanned(*arguments):
+        asked.append(arguments[-2])
+        return run(*arguments)
+
+    monkeypatch.setattr(kernel, "_scan", scanned)
+    for chunk in (5, 70):
+        drawn.options["chunk"] = chunk
+        drawn.run(backend="chunk")
+    assert asked == [5, tokens]
 
 
 def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import abc
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,7 @@ __all__ = [
     "Memory",
     "Opened",
     "Packed",
+    "Room",
     "Shell",
     "TokenReader",
     "advance",
@@ -74,8 +76,31 @@ __all__ = [
 
 
 TokenReader = Callable[[Tensor, Tensor, Any], tuple[Tensor, Any]]
-"""`reader(x, onto, state)`: `onto` plus the output, and the state after one token of every
-sequence: [B, D] each. Without gradients, at the dtype of all weights and states."""
+"""`reader(x, onto, state)`: the output added to `onto` [B, D], in place, and the state after one
+token of every sequence [B, 1, D]. Without gradients, at the dtype of all weights and states."""
+
+
+class Room(threading.local):
+    """Places for results that nobody keeps, with their views, made once for many calls.
+
+    Every thread has its own, for the batch of its last call. Where calls do not wait for what they
+    asked for (all devices but the CPU), they are made for every call.
+    """
+
+    def __init__(self, make: Callable[[int], Any], device: torch.device) -> None:
+        self._make, self._keep = make, device.type == "cpu"
+        self._batch, self._kept = -1, None
+
+    def of(self, batch: int) -> Any:
+        """The places for so many sequences."""
+        if batch != self._batch:
+            with torch.inference_mode(mode=False):
+                places = self._make(batch)
+            if not self._keep:
+                return places
+            self._batch, self._kept = batch, places
+        return self._kept
+
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None

@@ -277,7 +277,8 @@ class Steered(Memory):
     def token_reader(self) -> TokenReader | None:
         """See `Memory.token_reader`."""
         config = self.config
-        return SteeredToken(self) if config.backend == "auto" and not config.conv_each else None
+        plain = config.backend == "auto" and not config.conv_each and math.isfinite(config.clip)
+        return SteeredToken(self) if plain else None
 
     def read(self, x: Tensor, state: SteeredState) -> Tensor:
         """Ask both memories as they stand about each token (Eq. 83)."""

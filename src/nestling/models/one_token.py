@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, silu
+from torch.linalg import vector_norm
+from torch.nn.functional import embedding, silu
 
 from nestling.continuum.layers import (
     ACTIVATIONS,
@@ -36,9 +38,10 @@ from nestling.continuum.layers import (
     SwiGLU,
 )
 from nestling.continuum.stream import ContinuumState
+from nestling.memories.core import Room
 from nestling.models.cache import Learned, MemoryCache
 from nestling.models.learning import engine_of
-from nestling.norm import RMSNorm, over_length
+from nestling.norm import RMSNorm
 
 MOST = 2**26
 """Weights beyond which copies are large, and operations cost more than calling them."""
@@ -119,12 +122,13 @@ class OneToken:
         self.hooks = [h for m in inside for h in (m._forward_hooks, m._forward_pre_hooks)]
         self.hooked = [*map(len, self.hooks)]
         tables = [t for m in (model, *inside) for t in (m._modules, m._parameters)]
-        self.parts = [(table, name, part) for table in tables for name, part in table.items()]
+        parts = [(table, name, part) for table in tables for name, part in table.items()]
+        self.tables, self.names, self.parts = zip(*parts, strict=True)
         self.sums = self._sums()
         self.known = WeakSet([cache])
         inner = model.model
-        self.embed, self.head = inner.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-        self.norm = _Norm(inner.norm)
+        self.embed, self.norm = inner.embed_tokens.weight.detach(), _Norm(inner.norm)
+        self.head = (model.lm_head.weight * self.norm.weight).mT.contiguous()  # [D, V]
         self.mixers = [_Mixer(layer) for layer in inner.layers]
         self.blocks = [layer.channel for layer in inner.layers]
         self.channels = _channels(self.blocks, Tensor.detach)
@@ -132,7 +136,7 @@ class OneToken:
 
     def serves(self, cache: MemoryCache) -> bool:
         """Whether the weights are still those that were put together."""
-        if any(table.get(name) is not part for table, name, part in self.parts):
+        if not all(map(is_, map(dict.get, self.tables, self.names), self.parts)):
             return False
         if [*map(len, self.hooks)] != self.hooked:
             return False
@@ -156,7 +160,7 @@ class OneToken:
             x, mixed = mixer(x, state.mixer)
             x, kept = channel(x, state.channel)
             after.append(BlockState(mixed, kept))
-        return linear(self.norm(x), self.head).unsqueeze(1), tuple(after)
+        return torch.mm(self.norm.over_length(x)[0], self.head).unsqueeze(1), tuple(after)
 
     def learn(self, model: Any, ids: Tensor, cache: MemoryCache) -> Tensor | None:
         """`read` of tokens that are learned from later; None where a level has to step first."""
@@ -218,15 +222,27 @@ _KEPT: WeakKeyDictionary[Any, OneToken] = WeakKeyDictionary()
 
 
 class _Norm:
-    """RMS norm of [B, D]."""
+    """RMS norm of [B, D], as [B, 1, D]; the result lasts until the next."""
 
     def __init__(self, norm: RMSNorm) -> None:
         size = norm.weight.shape[0]
         self.weight = norm.weight.detach() * math.sqrt(size)
-        self.eps = self.weight.new_tensor(math.sqrt(size * norm.eps))
+        self.eps = self.weight.new_full((), math.sqrt(size * norm.eps))
+        self.room = Room(self._places, self.weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return over_length(x, self.eps).mul_(self.weight)
+        return self.over_length(x)[1].mul_(self.weight)
+
+    def over_length(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`nestling.norm.over_length`, [B, D] and as [B, 1, D]: products have the weight."""
+        long, y, as_tokens = self.room.of(len(x))
+        vector_norm(x, dim=-1, keepdim=True, out=long).hypot_(self.eps)
+        torch.div(x, long, out=y)
+        return y, as_tokens
+
+    def _places(self, batch: int) -> tuple[Tensor, ...]:
+        y = self.weight.new_empty(batch, len(self.weight))
+        return self.weight.new_empty(batch, 1), y, y.unsqueeze(1)
 
 
 class _Mixer:
@@ -239,7 +255,7 @@ class _Mixer:
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         if self.reader is not None:
             return self.reader(self.norm(x), x, state)
-        y, state = self.mixer(self.norm(x).unsqueeze(1), state)
+        y, state = self.mixer(self.norm(x).clone(), state)
         return x + y[:, 0], state
 
 
@@ -293,28 +309,34 @@ class _Stage:
         self.activation: Callable[[Tensor], Tensor] = silu
         if isinstance(mlps[0], MLP):
             self.activation = ACTIVATIONS[mlps[0].activation]
-        self.gated = bool(gates)
-        size = norm.weight.shape[0]
+        self.gated, self.norm = bool(gates), _Norm(norm)
         inward = torch.cat(standing([*gates, *(mlp.up for mlp in mlps)]), 1)
-        inward = (inward * (norm.weight.detach() * math.sqrt(size))).mT  # [b, D, F or 2 F]
+        inward = (inward * self.norm.weight).mT  # [b, D, F or 2 F]
         down = standing([mlp.down for mlp in mlps])
         if shares is not None:
             down = [share * each for share, each in zip(shares.unbind(), down, strict=True)]
         outward = torch.cat(down, 2).mT  # [b, F, D]
-        self.eps = inward.new_tensor(math.sqrt(size * norm.eps))
         self.each = max(len(inward), len(outward)) > 1  # every sequence has its own
-        self.inward = inward if self.each else inward[0]
-        self.outward = outward if self.each else outward[0]
+        self.inward = (inward if self.each else inward[0]).contiguous()
+        self.outward = (outward if self.each else outward[0]).contiguous()
+        self.room = Room(self._places, inward.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        normed = over_length(x, self.eps)
+        """In place."""
+        rows, as_tokens = self.norm.over_length(x)
+        hidden, gate, up = self.room.of(len(x))
         if self.each:
-            hidden = self._act(torch.bmm(normed.unsqueeze(1), self.inward))
-            return torch.baddbmm(x.unsqueeze(1), hidden, self.outward)[:, 0]
-        return torch.addmm(x, self._act(torch.mm(normed, self.inward)), self.outward)
+            torch.bmm(as_tokens, self.inward, out=hidden)
+            x.unsqueeze(1).baddbmm_(self._act(hidden, gate, up), self.outward)
+            return x
+        torch.mm(rows, self.inward, out=hidden)
+        return x.addmm_(self._act(hidden, gate, up), self.outward)
 
-    def _act(self, hidden: Tensor) -> Tensor:
-        if not self.gated:
-            return self.activation(hidden)
-        gate, up = hidden.chunk(2, -1)
-        return silu(gate).mul_(up)
+    def _act(self, hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return silu(gate, inplace=True).mul_(up) if self.gated else self.activation(hidden)
+
+    def _places(self, batch: int) -> tuple[Tensor, ...]:
+        """Hidden units, as tokens where every sequence has its own weights, and their halves."""
+        shape = (batch, 1) if self.each else (batch,)
+        hidden = self.inward.new_empty(*shape, self.inward.shape[-1])
+        return hidden, *hidden.tensor_split(2, -1)

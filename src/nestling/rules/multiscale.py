@@ -122,9 +122,8 @@ def multiscale(
         grad = write.grad
         fast = accumulate(state.fast, grad, retain=beta1, rate=1.0 - beta1)
         ahead = torch.lerp(grad, fast, beta1) if nesterov else fast
-        out = torch.add(
-            newton_schulz(ahead, steps, coefficients, precision), state.slow_out, alpha=slow_weight
-        )
+        out = newton_schulz(ahead, steps, coefficients, precision)
+        out = torch.add(out, state.slow_out, alpha=slow_weight, out=_place(out))
         slow, total, slow_out = state.slow, state.total + grad, state.slow_out
         if due(gates.step, chunk):
             slow = accumulate(slow, total, retain=beta3, rate=(1.0 - beta3) / chunk)
@@ -136,11 +135,19 @@ def multiscale(
             new_second = mean_square(state.second, source, beta2)
             root = new_second.sqrt()  # its scale, bias correction too, goes with the fixed size
             mean = root.mean((-2, -1), keepdim=True).clamp(min=size.TINY)
-            out = out / (root + floor * mean)
-        out = out * (rms / size.rms(out))
+            bounded = torch.add(root, floor * mean, out=_place(root))
+            out = torch.div(out, bounded, out=_place(out))
+        out = torch.mul(out, rms / size.rms(out), out=_place(out))
         return write._replace(grad=out), MultiScaleState(fast, slow, total, slow_out, new_second)
 
     return Rule(init, step)
+
+
+def _place(made: Tensor) -> Tensor | None:
+    """`made` itself where nobody looks at it any more: what follows needs no memory of its own."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return None if torch._C._are_functorch_transforms_active() else made
 
 
 def _init(weight: Tensor) -> MultiScaleState:

@@ -110,7 +110,7 @@ def scan(
     momentum `[..., T]`; the leading dimensions are equal everywhere (nothing is broadcast).
 
     momentum: gate of a running write (deviation 18); the state is then a `MatrixAndVelocity`.
-    chunk: tokens solved together; it changes speed, never the result.
+    chunk: tokens solved together at most; it changes speed, never the result.
     recompute: save less for the backward pass and compute it again there.
     check: look at the gates' values (rate >= 0, retain and momentum in [0, 1]).
     backend: a name from `BACKENDS`, or "auto" (None is the same), see `choose`. `chunk`: chunked,

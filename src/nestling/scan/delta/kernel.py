@@ -43,6 +43,11 @@ call, and a dozen such tensors stay in cache, so the time per token does not gro
 Other devices want few large launches: there a segment is all whole chunks."""
 
 
+TILES = {32: 16, 128: 32}
+"""Tokens that are solved together on a CPU, by the widest memory (its narrow side) that is quickest
+so; wider ones take 64. Start states, one a chunk, then take about as much as keys and values."""
+
+
 class ChunkRange(NamedTuple):
     """Tokens `[start, stop)`: `chunks` chunks of `size` tokens, the first being chunk `first`."""
 
@@ -544,14 +549,26 @@ differentiate_once(
 )  # fmt: skip
 
 
+def quickest(x: Tensor, u: Tensor) -> int:
+    """The most tokens to solve together: the work of a chunk grows with the square of its length.
+
+    On a CPU it is work that counts, elsewhere how many launches there are.
+    """
+    if x.device.type != "cpu":
+        return x.shape[-2]
+    narrow = min(x.shape[-1], u.shape[-1])
+    return next((tokens for width, tokens in TILES.items() if narrow <= width), 64)
+
+
 def scan_chunk(
     state: Any, x: Tensor, u: Tensor, rate: Tensor, retain: Tensor, queries: Tensor | None, *,
     share: Tensor | None = None, home: Tensor | None = None, **options: Unpack[Options],
 ) -> tuple[Tensor | None, Any]:  # fmt: skip
     """The chunked scan (Eq. 90) with a hand-written backward pass, once differentiable.
 
-    With momentum it is the form that autograd differentiates. `share` [M] and `home` [M, Do, Di]
-    are the kernel's `Extra`, for one leading dimension and `erase`.
+    Chunks are at most as long as they are `quickest`, unless `home` is given, whose values hang on
+    them. With momentum it is the form that autograd differentiates. `share` [M] and `home`
+    [M, Do, Di] are the kernel's `Extra`, for one leading dimension and `erase`.
     """
     tensors = (state, x, u, rate, retain, queries)
     if options["momentum"] is not None or isinstance(state, MatrixAndVelocity):
@@ -563,10 +580,11 @@ def scan_chunk(
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in derived)
     size = math.prod(lead)
     flat = [None if t is None else t.reshape(size, *t.shape[len(lead) :]) for t in tensors]
+    chunk = min(options["chunk"], max(1, x.shape[-2]))
     form = Form(
         options["erase"],
         options["read"] == "after",
-        min(options["chunk"], max(1, x.shape[-2])),
+        chunk if home is not None else min(chunk, quickest(x, u)),
         options["recompute"] or not needed,
     )
     reads, end, *_ = _scan(*flat, home, share, *form)
