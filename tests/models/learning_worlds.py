@@ -21,7 +21,7 @@ from nestling.models import NestlingConfig, NestlingForCausalLM
 LEVELS = [{"name": "fast", "chunk": 4, "rate": 0.5}, {"name": "slow", "chunk": 8, "rate": 0.3}]
 
 
-def build(learning: str) -> NestlingForCausalLM:
+def build(learning: str, layers: int | None = None) -> NestlingForCausalLM:
     torch.manual_seed(0)
     config = NestlingConfig(
         vocab_size=13,
@@ -33,6 +33,7 @@ def build(learning: str) -> NestlingForCausalLM:
         levels=LEVELS,
         learn_rates=True,
         learning=learning,
+        learning_layers=layers,
     )
     return NestlingForCausalLM(config).double().train()
 
@@ -65,24 +66,24 @@ def main(out: Path) -> None:
     batches = [torch.randint(1, 13, (2, 21), generator=generator) for _ in range(3)]
     mine = [ids[rank : rank + 1] for ids in batches]
     found = {}
-    for learning in ("first_order", "second_order"):
-        alone = build(learning)
+    for learning, layers in (("first_order", None), ("first_order", 1), ("second_order", None)):
+        alone = build(learning, layers)
         start = copy.deepcopy(alone.state_dict())
         train(alone, batches)
         want = alone.state_dict()
         moved = max(float((want[name] - start[name]).abs().max()) for name in want)
         for name, wrap in (("ddp", DistributedDataParallel), ("fsdp", sharded)):
-            model = build(learning)
+            model = build(learning, layers)
             try:
                 train(wrap(model), mine)
             except ValueError as error:
-                found[f"{learning} {name}"] = str(error)
+                found[f"{learning} {layers} {name}"] = str(error)
                 continue
             apart = 0.0
             for key, value in model.state_dict().items():
                 whole = value.full_tensor() if hasattr(value, "full_tensor") else value
                 apart = max(apart, float((whole - want[key]).abs().max()))
-            found[f"{learning} {name}"] = [apart, moved]
+            found[f"{learning} {layers} {name}"] = [apart, moved]
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ def test_two_processes_train_learning_levels_as_one(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == 4
+    assert len(found) == 6
     for name, (apart, moved) in found.items():
         assert moved > 0.1, name
         assert apart < 1e-7 * moved, name

@@ -441,7 +441,7 @@ class _Below:
         """The forward pass of tokens [B, n] from position `seen` on, as the stream asks for it."""
         piece = self.pieces[-1] if self.pieces else None
         if piece is None or seen >= piece.start + piece.x.shape[1]:
-            end = self.last if seen < self.last else self.end
+            end = max(self.last if seen < self.last else self.end, seen + ids.shape[1])
             x, states = self.model.model.below(
                 self.tokens[:, seen - self.start : end - self.start], tree, self.first
             )
