@@ -71,7 +71,7 @@ def test_above_the_cut_gradients_are_those_of_segments(mixer, monkeypatch):
     """Two of three layers learn: reading below in one piece changes nothing above."""
     ids = tokens(2)
     halves, quick = loss_and_gradients(last_learns(mixer, 2).train(), ids)
-    monkeypatch.setattr(module, "_in_halves", lambda model, request: False)
+    monkeypatch.setattr(module, "_reads_below_once", lambda model, request: False)
     whole, slow = loss_and_gradients(last_learns(mixer, 2).train(), ids)
     torch.testing.assert_close(halves.loss, whole.loss)
     above = ("model.layers.2.", "model.layers.1.channel.", "model.norm.")
@@ -145,9 +145,9 @@ def test_recomputing_below_changes_no_gradient(monkeypatch):
     _, want = loss_and_gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
-    layer = model.model.layers[0]
-    mix = layer.mix
-    monkeypatch.setattr(layer, "mix", lambda *a: calls.append(1) or mix(*a))
+    mixer = model.model.layers[0].mixer
+    forward = mixer.forward
+    monkeypatch.setattr(mixer, "forward", lambda *a: calls.append(1) or forward(*a))
     _, mine = loss_and_gradients(model, ids)
     close(mine, want)
     assert len(calls) == 2 * 5  # five pieces, each of them computed again

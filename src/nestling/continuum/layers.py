@@ -284,12 +284,7 @@ class Block(nn.Module):
         self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, BlockState]:
         """[B, T, D] -> [B, T, D] and the state after the last token; mask as for memories."""
-        before, channel = (None, None) if state is None else state
-        x, mixer = self.mix(x, before, mask)
-        x, channel = self.channel(x, channel, mask)
+        mixer, channel = (None, None) if state is None else state
+        y, mixer = self.mixer(self.norm(x), mixer, mask)
+        x, channel = self.channel(x + y, channel, mask)
         return x, BlockState(mixer, channel)
-
-    def mix(self, x: Tensor, state: Any, mask: Tensor | None = None) -> tuple[Tensor, Any]:
-        """The first half alone: `x + mixer(norm(x))`, and the mixer's state."""
-        y, state = self.mixer(self.norm(x), state, mask)
-        return x + y, state

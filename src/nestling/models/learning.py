@@ -24,14 +24,14 @@ from torch import Tensor
 from nestling.continuum.assignment import own_slots
 from nestling.continuum.engine import Engine
 from nestling.continuum.fast import weight_of
-from nestling.continuum.layers import BlockState
 from nestling.continuum.stream import ContinuumState, Outer, Run, TokenStream, begin
 from nestling.levels import LevelUpdate
 from nestling.losses import IGNORE
 from nestling.memories.core import pack_rows
+from nestling.models.below import Below
 from nestling.models.cache import Learned, MemoryCache
 from nestling.models.packing import Documents, as_documents, as_rows
-from nestling.tree import state_detach, state_select
+from nestling.tree import state_select
 
 __all__ = [
     "HandOver",
@@ -219,7 +219,7 @@ def _learn(model: Any, request: Request) -> Result:
     given, model = model, without_gradients(model) if only_reads else model
     parts = _sharded(model) if model is given else []
     recompute = model.training and model.is_gradient_checkpointing and request.embeds is None
-    above = model.config.first_learning if _in_halves(model, request) else 0
+    above = model.config.first_learning if _reads_below_once(model, request) else 0
     gathered = _whole(parts, last=only_reads)
     with torch.inference_mode(False), _no_recompute(model, above), gathered:
         engine, cache = engine_of(model), request.cache
@@ -253,6 +253,16 @@ def _learn(model: Any, request: Request) -> Result:
     return Result(joined[:, -1:] if last_only else joined, loss, updates, hidden)
 
 
+def _reads_below_once(model: Any, request: Request) -> bool:
+    """Whether training reads what lies below the learning levels once for a whole call.
+
+    Only the last layers' levels learn, and one backward pass per segment gives all gradients.
+    """
+    if not model.config.first_learning or request.targets is None:
+        return False
+    return request.embeds is None and not request.hidden
+
+
 def _ends_early(group: _Group, length: int) -> bool:
     """Whether the last column is padding in some row, so that its logits are zeros there."""
     if group.valid is not None:
@@ -272,7 +282,7 @@ class _Reader:
         self.updates: list[Sequence[LevelUpdate]] = []  # of every group
         self.hidden: list[list[Tensor] | None] = []  # of every group, if it is wanted
         self._passes: list[list[Tensor]] = []  # the hidden states of every forward pass
-        self.halves = _in_halves(model, request)
+        self.below = _reads_below_once(model, request)
         names = request.learn
         self.silent = [
             names is not True and (names is False or level.name not in names)
@@ -292,7 +302,11 @@ class _Reader:
             targets = group.of(request.targets)
             if group.valid is not None:
                 targets = torch.where(group.valid, targets, IGNORE)
-        below = _Below(self.model, self.outer, group, state, request) if self.halves else None
+        below = None
+        if self.outer is not None and self.below:
+            read = torch.cat([state.tokens, group.ids], 1)
+            kept = request.cache is not None
+            below = Below(self.model, self.outer, read, int(state.start[0]), kept=kept)
         stream = TokenStream(
             self.engine,
             self._rates(),
@@ -381,95 +395,6 @@ class _Reader:
         else:
             rates = learned().tolist()
         return [0.0 if silent else r for silent, r in zip(self.silent, rates, strict=True)]
-
-
-def _in_halves(model: Any, request: Request) -> bool:
-    """Whether training reads what lies below the learning levels once for a whole call.
-
-    Only the last layers' levels learn, and one backward pass per segment gives all gradients.
-    """
-    if not model.config.first_learning or request.targets is None:
-        return False
-    return request.embeds is None and not request.hidden
-
-
-class _Piece(NamedTuple):
-    """Tokens read together below the learning levels."""
-
-    start: int
-    x: Tensor  # [B, n, D] with its graph
-    states: tuple[BlockState, ...]  # after them
-    leaves: list[Tensor]  # x again, segment by segment, where the graphs above begin
-
-
-class _After(NamedTuple):
-    """A cache of which the stream only wants the states."""
-
-    states: tuple[Any, ...]
-
-
-class _Below:
-    """What lies below the first layer whose levels learn, read once for a whole call.
-
-    It depends on no fast weights, so one graph serves all segments: these begin at leaves, whose
-    gradients go on below when all segments are read. A cache needs the states at the beginning of
-    the segment that is not complete, so the tokens after that are a piece of their own.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        outer: Outer | None,
-        group: _Group,
-        state: ContinuumState,
-        request: Request,
-    ) -> None:
-        if outer is None:
-            raise ValueError("reading in halves needs an outer loss")
-        self.model, self.outer, self.first = model, outer, model.config.first_learning
-        self.tokens = torch.cat([state.tokens, group.ids], 1)
-        self.start = int(state.start[0])
-        self.last = self.end = self.start + self.tokens.shape[1]
-        if request.cache is not None:
-            self.last = self.start
-            boundary = outer.engine.wiring.next_boundary
-            while (end := boundary(self.last)) is not None and end < self.end:
-                self.last = end
-        self.pieces: list[_Piece] = []
-
-    def run(self, ids: Tensor, tree: Any, seen: int) -> tuple[Tensor, Any]:
-        """The forward pass of tokens [B, n] from position `seen` on, as the stream asks for it."""
-        piece = self.pieces[-1] if self.pieces else None
-        if piece is None or seen >= piece.start + piece.x.shape[1]:
-            end = max(self.last if seen < self.last else self.end, seen + ids.shape[1])
-            x, states = self.model.model.below(
-                self.tokens[:, seen - self.start : end - self.start], tree, self.first
-            )
-            piece = _Piece(seen, x, states, [])
-            self.pieces.append(piece)
-        first = seen - piece.start
-        x = piece.x[:, first : first + ids.shape[1]].detach().requires_grad_()
-        piece.leaves.append(x)
-        self.outer.edge = x
-        x, states = self.model.model.above(x, tree, self.first)
-        below: tuple[Any, ...] = (None,) * self.first + (BlockState(None, None),)
-        if first + ids.shape[1] == piece.x.shape[1]:  # else nobody goes on from these
-            below = state_detach(piece.states)
-        both = below[-1]._replace(channel=states[0].channel)
-        return self.model.lm_head(x), _After((*below[:-1], both, *states[1:]))
-
-    def backward(self) -> None:
-        """Let the gradients of all segments go on below, to every parameter there."""
-        for x, gradient in self._found():
-            with torch.autocast(x.device.type, enabled=False):  # as precise as the forward pass
-                found = torch.autograd.grad(x, self.outer.parameters, gradient, allow_unused=True)
-            self.outer.add(found)
-        self.outer.edge = None
-
-    def _found(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for piece in reversed(self.pieces):
-            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in piece.leaves]
-            yield piece.x, torch.cat(found, 1)
 
 
 def _groups(engine: Engine, request: Request) -> list[_Group]:

@@ -230,8 +230,9 @@ class NestlingModel(NestlingPreTrainedModel):
         for number, layer in enumerate(self.layers[:first]):
             x, state = layer.forward(x, None if states is None else states[number])
             after.append(state)
-        x, mixer = self.layers[first].mix(x, None if states is None else states[first].mixer)
-        return x, (*after, BlockState(mixer, None))
+        half = self.layers[first]
+        y, mixer = half.mixer(half.norm(x), None if states is None else states[first].mixer)
+        return x + y, (*after, BlockState(mixer, None))
 
     def above(
         self, x: Tensor, states: Sequence[BlockState] | None, first: int
