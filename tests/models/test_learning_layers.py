@@ -139,18 +139,21 @@ def test_padding_on_the_left_changes_no_gradient():
     close(gradients(model), want)
 
 
-def test_recomputing_below_changes_no_gradient(monkeypatch):
-    monkeypatch.setattr("nestling.models.modeling.PIECE", 5)
-    model, ids = last_learns().train(), tokens(2)
+@pytest.mark.parametrize("piece", [5, 1024])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_recomputing_below_changes_no_gradient(mixer, piece, monkeypatch):
+    monkeypatch.setattr("nestling.models.modeling.PIECE", piece)
+    model, ids = last_learns(mixer).train(), tokens(2)
     _, want = loss_and_gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     calls = []
-    mixer = model.model.layers[0].mixer
-    forward = mixer.forward
-    monkeypatch.setattr(mixer, "forward", lambda *a: calls.append(1) or forward(*a))
+    mixer_of = model.model.layers[0].mixer
+    forward = mixer_of.forward
+    monkeypatch.setattr(mixer_of, "forward", lambda *a: calls.append(1) or forward(*a))
     _, mine = loss_and_gradients(model, ids)
     close(mine, want)
-    assert len(calls) == 2 * 5  # five pieces, each of them computed again
+    pieces = 5 if piece == 5 and mixer != "attention" else 1
+    assert len(calls) == 2 * pieces  # each of them computed again
     assert model.model.layers[2].gradient_checkpointing  # as it was
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -69,6 +70,16 @@ class NestlingLayer(GradientCheckpointingLayer, Block):
             y, after = recompute(super().forward, x[:, part], after, some)
             outputs.append(y)
         return torch.cat(outputs, 1), after
+
+    def read(self, x: Tensor, state: BlockState | None) -> tuple[Tensor, BlockState]:
+        """`forward` without anybody's hooks, computed again in the backward pass where asked.
+
+        Its gradients are asked for (`torch.autograd.grad`), which a reentrant checkpoint refuses.
+        """
+        if not (self.gradient_checkpointing and self.training) or self._in_pieces(x):
+            return self.forward(x, state)
+        found: Any = checkpoint(self.forward, x, state, use_reentrant=False)
+        return found[0], found[1]
 
     def _in_pieces(self, x: Tensor) -> bool:
         if torch.compiler.is_compiling() or isinstance(self.mixer, Attention):
@@ -228,7 +239,7 @@ class NestlingModel(NestlingPreTrainedModel):
         """
         x, after = self.embed_tokens(ids), []
         for number, layer in enumerate(self.layers[:first]):
-            x, state = layer.forward(x, None if states is None else states[number])
+            x, state = layer.read(x, None if states is None else states[number])
             after.append(state)
         half = self.layers[first]
         y, mixer = half.mixer(half.norm(x), None if states is None else states[first].mixer)
