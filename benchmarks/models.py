@@ -12,7 +12,8 @@
     python benchmarks/models.py --options '{"steering": 16}' ...     another Hope
 
 Width 256, 4 layers, vocabulary 512, about 3.3M parameters, float32. A training step is forward,
-loss and backward. Both arms keep freed memory (`machine.keep_memory`), except for --memory.
+loss and backward; levels stand still, and a step in which they learn is timed beside it. Both arms
+keep freed memory (`machine.keep_memory`), except for --memory.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ CLOCK = time.perf_counter
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # bytes from which a block is mapped by itself
 
 
-def model_of(name: str, *, recompute: bool = False) -> NestlingForCausalLM:
+def model_of(name: str, *, recompute: bool = False, learning: bool = False) -> NestlingForCausalLM:
+    """An arm; its levels stand still in training, unless they are to learn there."""
     torch.manual_seed(0)
     fields: dict[str, Any] = {"use_cache": False}
+    if not learning:
+        fields["learning"] = "plain"
     if OPTIONS and name != BASELINE:
         fields["mixer_options"] = {presets.MODELS[name]["mixer"]: OPTIONS}
     model = NestlingForCausalLM(presets.configure(SIZE, name, **fields)).train()
@@ -93,6 +97,9 @@ def train(name: str, *, lengths: list[int], compiled: bool, repeats: int) -> boo
             arm: training_step(model, batch, tokens, compiled=compiled)
             for arm, model in models.items()
         }
+        if models[name].learns and not compiled:
+            learning = model_of(name, learning=True)
+            arms[f"{name}, levels learning"] = training_step(learning, batch, tokens)
         floors = {arm: matmuls(_products(model, batch, tokens)) for arm, model in models.items()}
         arms |= {f"{arm}'s floor": run for arm, run in floors.items()}
         seconds = interleaved(arms, repeats=repeats, warmup=1, clock=CLOCK)
@@ -172,7 +179,7 @@ def peak(name: str, how: str) -> None:
 def decode(name: str, *, steps: int = 8) -> bool:
     """Tokens/s of one-token calls at far positions, and the KV cache beside it; all take turns.
 
-    Levels stand still, as in training; what they cost when they learn is shown beside it.
+    Levels stand still; what they cost when they learn is shown beside it.
     """
     arms: dict[str, Callable[[], None]] = {}
     for arm, positions in ((name, (1024, 8192, 32768, 102400)), (BASELINE, (1024, 8192))):
