@@ -320,7 +320,7 @@ BREAKS = [
           "        self._together = False\n"
           '        self.param_groups.append({**self.param_groups[0], "params": []})\n',
           "tests/optim/test_distributed.py::test_two_processes_equal_one"),
-    Break(19, "src/nestling/scan/deep/scan.py", "    if torch.compiler.is_compiling():",
+    Break(19, "src/nestling/scan/deep/api.py", "    if torch.compiler.is_compiling():",
           "    if False:", X + "test_one_graph_for_a_whole_memory"),
     Break(19, CORE, "return torch.compiler.is_compiling() or mask.is_meta",
           "return mask.is_meta", X + "test_one_graph_for_a_model_with_an_attention_mask[hope]"),
