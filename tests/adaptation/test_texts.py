@@ -91,7 +91,7 @@ def test_a_natural_step_is_the_inverse_moment_and_costs_its_budget():
     model = tiny().double()
     engine = nestling.adapt(model, [8], rate=0.1).continuum.engine
     own = own_texts(model).measured
-    metric = measure_metric(engine, own, budget=1e-3, size=1000, damping=0.1)
+    metric = measure_metric(engine, own, budget=1e-3, size=1000)
     found = []
     for row in own.split(1):
         with torch.enable_grad(), (reading := Reading(engine.live(engine.init(1)), 1, record=True)):

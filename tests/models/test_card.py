@@ -84,7 +84,8 @@ def test_our_card_is_pushed_where_the_hub_has_none(how, tmp_path, monkeypatch):
 def test_learning_levels_hybrids_and_licences_are_said():
     levels = [{"name": "fast", "chunk": 4, "rate": 0.5}, {"name": "slow", "chunk": None}]
     card = model_card(config_of("hope", levels=levels), training="On birds.", licence="mit")
-    assert "levels (learn while it reads): fast every 4 tokens, learning at rate 0.5" in card
+    what = "levels (learn while it reads, in the last layer): fast every 4 tokens, learning at rate"
+    assert f"{what} 0.5" in card
     assert "slow fixed" in card
     assert "license: mit" in card
     assert "On birds." in card

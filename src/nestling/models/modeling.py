@@ -375,7 +375,7 @@ class NestlingForCausalLM(NestlingPreTrainedModel, GenerationMixin):
         learned = getattr(past_key_values, "learned", None) is not None
         asked = learn is not None
         learn = True if learn is None else learn if isinstance(learn, bool) else tuple(learn)
-        learn = learn if learn and self.learns_now else False
+        learn = learn if learn and self.learns_now and self.device.type != "meta" else False
         if learn is not False and torch.compiler.is_exporting():
             raise ValueError("levels that learn cannot be exported: give learn=False")
         tokens, known = input_ids, None
