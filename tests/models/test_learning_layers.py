@@ -129,6 +129,19 @@ def test_calls_that_go_on_read_and_learn_as_one(mixer, cuts):
     torch.testing.assert_close(mine, its)
 
 
+def test_a_channel_with_a_state_of_its_own_goes_on_where_the_cut_is():
+    model = last_learns(layers=2, channel=["cms", "in_context", "cms"])
+    ids = tokens(2)
+    with torch.no_grad():
+        want = model(ids, use_cache=True).logits
+    cache, found = MemoryCache(3), []
+    model.train()
+    for part in ids.split(5, 1):
+        out = model(part, labels=part, past_key_values=cache, use_cache=True)
+        found.append(out.logits)
+    torch.testing.assert_close(torch.cat(found, 1), want)
+
+
 def test_padding_on_the_left_changes_no_gradient():
     model, ids = last_learns().train(), tokens(2, 17)
     _, want = loss_and_gradients(model, ids)
